@@ -21,7 +21,6 @@ namespace {
 // Addresses are free: reserving many times the memory makes their fragmentation harmless.
 constexpr uint64_t range_per_memory = 16;
 
-// True for the libraries that allocate PyTorch's tensors and oneDNN's scratch.
 bool allocates_tensors(const char* path) {
   return file_starts_with(path, {"libc10.so", "libtorch_cpu.so", "libdnnl.so", "libarm_compute"});
 }

@@ -27,9 +27,7 @@ struct Affine {
   bool growing = false;  // another thread writes it meanwhile
 };
 
-// What a reader of blocks also writes: value * scale[c] + shift[c], plus the addend's element. With
-// a mask, values not above 0 become 0, values not below `most` (NaN: no bound) become `most`, and
-// all others set their bit.
+// What a reader of blocks also writes: daf.kernels.Emission, whose `most` is NaN for no bound.
 struct Emission {
   float* destination = nullptr;  // none: no emission
   const float* addend = nullptr;
@@ -38,10 +36,8 @@ struct Emission {
   bool stream = false;  // write around the caches
 };
 
-// What a writer of blocks does with normalised values instead of writing them: docs/format.md,
-// section 10. With sums, it sums the gradient (0 where the mask is clear) and its product with the
-// value, and writes that gradient. Without, it writes gradient * of_gradient[c] + (value * scale[c]
-// + shift[c]) of `of_value`.
+// What a writer of blocks does with normalised values instead of writing them:
+// daf.kernels.NormGradient, section 10 of docs/format.md.
 struct NormGradient {
   const float* gradient = nullptr;  // none: values are written
   float* destination = nullptr;
@@ -116,8 +112,7 @@ struct MeasureRows {
   float *scale = nullptr, *shift = nullptr;
 };
 
-// Does blocks [first, last); false if one cannot be coded (derivative: not finite; integers:
-// range).
+// Does blocks [first, last); false if one cannot be coded (not finite, out of range).
 using Kernel = bool (*)(const Job&, size_t first, size_t last);
 
 // The kernels of one instruction set.

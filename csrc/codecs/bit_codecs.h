@@ -107,7 +107,6 @@ inline bool decode_derivative_range(const Job& job, size_t first, size_t last) {
 }
 
 // 64-bit differences of integers in two halves of 32 planes each.
-
 struct Halves {
   alignas(64) uint32_t low[block_elements];
   alignas(64) uint32_t high[block_elements];

@@ -1,4 +1,4 @@
-// The table of one instruction set; each kernels_*.cpp includes it last.
+// The table of one instruction set; each kernels_*.cpp includes its vectors, then this.
 #pragma once
 
 #include "codecs/bit_codecs.h"

@@ -1,4 +1,3 @@
-// The vectors come first: kernel_table.h is written in them.
 #include "simd/vector_avx2.h"
 
 #include "instruction_sets/kernel_table.h"

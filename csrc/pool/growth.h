@@ -7,7 +7,6 @@
 
 namespace daf::paging {
 
-// The input of a growth rule.
 struct Supply {
   uint64_t live;      // groups' worth of pages in use
   uint64_t empty;     // groups that have memory, without a page in use
@@ -29,9 +28,8 @@ class Growth {
   }
 
   // How many groups to add where `missing` are needed; missing <= headroom. Adaptive: a few
-  // allocations ahead (demand), at most 1/1024 of what lives, to hold little beyond use. Only the
-  // need if free memory is fragmented. At most 1/8 of the headroom, for small steps before
-  // eviction.
+  // allocations ahead (demand), at most 1/1024 of what lives, and 1/8 of the headroom, for small
+  // steps before eviction. Only the need if free memory is fragmented.
   uint64_t step(uint64_t missing, const Supply& supply) const {
     if (increment_)
       return std::min((missing + increment_ - 1) / increment_ * increment_, supply.headroom);

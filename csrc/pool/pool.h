@@ -1,10 +1,8 @@
 // The paged pool: planes of codes in fixed pages, evicted least important first. See docs/pool.md.
 //
 // A page holds one plane of one run of elements (8 * page_bytes of them), or headers, or a part of
-// a plain span. Evicting precision drops pages: nothing is coded again, nothing moves.
-//
-// Calls may come from any thread; each takes one lock. Kernels use pinned tensors, whose pages are
-// never evicted.
+// a plain span. Evicting precision drops pages: nothing is coded again, nothing moves. Calls may
+// come from any thread; each takes one lock. Kernels use pinned tensors, which are never evicted.
 #pragma once
 
 #include <cstdint>
@@ -114,8 +112,7 @@ class Pool {
 
   // Returns the handle of a new tensor, pinned once for writing. If its own planes are least
   // important, it begins without them (see its view), and they count as evicted. Throws FullError,
-  // MisuseError, std::bad_alloc, then without evictions, unless pages are smaller than the
-  // system's.
+  // MisuseError, std::bad_alloc; evicts nothing then unless the system's pages are larger.
   uint64_t allocate(const Request& request);
   // `bytes` at consecutive addresses, never evicted.
   uint64_t allocate_span(uint64_t bytes, uint64_t tag);

@@ -1,8 +1,5 @@
-// A range of address space, reserved at once and given memory in parts; addresses never move.
-//
-// Linux reserves with mmap(PROT_NONE, NORESERVE) and returns memory with madvise; other Unixes
-// return it by mapping afresh; Windows reserves, commits and decommits. A region that is only
-// counted has neither addresses nor memory: its content lies on a GPU.
+// A range of address space, reserved at once and given memory in parts; addresses never move. A
+// region that is only counted has neither addresses nor memory: its content lies on a GPU.
 #pragma once
 
 #include <cstdint>

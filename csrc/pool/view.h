@@ -8,7 +8,6 @@ namespace daf::paging {
 constexpr uint64_t block_plane_bytes = 32, block_header_bytes = 4;
 constexpr int most_bits = 64;
 
-// The addresses of a pinned tensor, run by run.
 struct View {
   uint8_t* region;
   uint64_t page_bytes;
@@ -16,7 +15,6 @@ struct View {
   uint64_t count, runs, full_runs;
   int bits, kept;
 
-  // Blocks in a whole run.
   uint64_t run_blocks() const { return page_bytes / block_plane_bytes; }
   // Runs from full_runs on have lost one plane more than those before.
   int kept_bits(uint64_t run) const { return run < full_runs ? kept : kept - 1; }

@@ -30,7 +30,7 @@ struct Vector {
   DAF_INLINE Result name(Operand a, Operand b) {                 \
     return {operation(a.low, b.low), operation(a.high, b.high)}; \
   }
-// Combines all lanes: the halves of eight, four, two, one.
+// Combines all lanes by halves.
 #define DAF_FOLD(name, operation)                                                             \
   DAF_INLINE float name(F a) {                                                                \
     const __m256 eight = _mm256_##operation##_ps(a.low, a.high);                              \

@@ -18,7 +18,6 @@ size_t useful_threads(size_t blocks, int threads);
 // included; true if every call returned true.
 bool run_shares(RangeFunction function, const void* data, size_t shares);
 
-// run_ranges for a callable of (first, last).
 template <class Function>
 bool run_ranges(const Function& function, size_t blocks, int threads) {
   return run_ranges([](const void* data, size_t first,
@@ -26,7 +25,6 @@ bool run_ranges(const Function& function, size_t blocks, int threads) {
                     &function, blocks, threads);
 }
 
-// run_shares for a callable of a share's index.
 template <class Function>
 bool run_shares(const Function& function, size_t shares) {
   return run_shares([](const void* data, size_t share,
