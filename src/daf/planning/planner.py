@@ -99,7 +99,6 @@ def make_plans(
 
     Raises:
         BudgetError: no plan fits; ``least_bytes`` is the least budget that one does.
-        UnknownNameError: the policy is not registered.
     """
     gap = QUICK_GAP if quickly else RELATIVE_GAP
     find = constraints.strategy.find

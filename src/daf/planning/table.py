@@ -98,9 +98,7 @@ class Table:
         """Return (columns,) bytes that each column holds at a moment."""
         column, first, after, nbytes = self.spans
         inside = (first <= moment) & (moment < after)
-        held: Floats = np.bincount(
-            column[inside], weights=nbytes[inside], minlength=self.columns
-        ).astype(np.float64)
+        held: Floats = np.bincount(column[inside], nbytes[inside], self.columns).astype(np.float64)
         return held
 
     def column_of(self, family: int, level: str, *, follow: bool = True) -> int | None:

@@ -29,9 +29,7 @@ def element(tag: str, *children: str, **attributes: str | float | None) -> Marku
 
 def joined(*children: str) -> Markup:
     """Return the children concatenated, escaped where they are not markup."""
-    return Markup(
-        "".join(child if isinstance(child, Markup) else escape(child) for child in children)
-    )
+    return Markup("".join(each if isinstance(each, Markup) else escape(each) for each in children))
 
 
 def quiet(text: str) -> Markup:

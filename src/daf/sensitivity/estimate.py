@@ -90,7 +90,8 @@ def measure_sensitivity(
 
     Args:
         model: as it is trained; unchanged afterwards.
-        loss_fn: ``loss_fn(model, batch)`` returns a scalar mean loss, or ``(sum, weight)``.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar mean loss, or ``(sum, weight)``; inf and
+            NaN raise NonFiniteLossError.
         batch: any nest of tensors; a part of a training batch serves as well.
         policy: its codes are measured; two bits everywhere are a good choice.
         effort: numbers of passes; the default costs 28 training steps on ``batch`` at most.
@@ -101,9 +102,6 @@ def measure_sensitivity(
         capture: to run under; None: a new one.
         relative: count errors beside each parameter's own gradient (``step_metric``), as in steps
             of an optimizer that ``divides_by_gradients``.
-
-    Raises:
-        NonFiniteLossError: the loss is inf or NaN.
     """
     effort = effort or Effort()
     if separate_codes:

@@ -22,14 +22,20 @@ _users: Any = None  # the stance that was there before the first
 @contextmanager
 def eagerly() -> Iterator[None]:
     """Compile nothing inside, and run compiled code eagerly."""
+    global _inside, _users
     if not is_loaded():
         yield
         return
-    _enter()
+    with _lock:
+        if _inside == 0:
+            _users = torch.compiler.set_stance("force_eager").prev  # sets it at once
+        _inside += 1
     try:
         yield
     finally:
-        _leave()
+        with _lock:
+            _inside -= 1
+            _apply()
 
 
 @contextmanager
@@ -42,21 +48,6 @@ def as_the_user_wants() -> Iterator[None]:
     finally:
         with _lock:
             _apply()
-
-
-def _enter() -> None:
-    global _inside, _users
-    with _lock:
-        if _inside == 0:
-            _users = torch.compiler.set_stance("force_eager").prev  # sets it at once
-        _inside += 1
-
-
-def _leave() -> None:
-    global _inside
-    with _lock:
-        _inside -= 1
-        _apply()
 
 
 def _apply() -> None:

@@ -17,7 +17,7 @@ Not seen: a hook on an autograd node (``Node.register_hook``) that reads paramet
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,13 +124,7 @@ class ForwardWatch(TorchFunctionMode):
         """True if the node of this number was made under other saved-tensor hooks."""
         return any(sequence_number in numbers for numbers in self._foreign)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.register_hook:
             self.tensor_hooks += 1
         if pack_hook() is self._own_hooks:
