@@ -229,18 +229,15 @@ def _value(bits: int) -> Treatment:
     return Treatment(Method.ROTATED if bits <= 4 else Method.MINMAX, bits)
 
 
-def policy_named(name: str) -> Policy:
-    """Return the policy ``"plain"``, ``"exact"`` or ``"<n>-bit"``; raises ValueError for others."""
-    if name == "plain":
-        return plain_policy()
-    if name == "exact":
-        return exact_policy()
-    width, _, suffix = name.partition("-")
-    if suffix != "bit" or not width.isdigit():
-        raise ValueError(f"no policy is named {name!r}; there are plain, exact, 1-bit ... 8-bit")
-    return coded_policy(int(width))
-
-
 def policy_for(bits: int | str) -> Policy:
-    """Return the policy for a user's ``bits``: 1 … 8 or a name; raises as ``policy_named``."""
-    return coded_policy(bits) if isinstance(bits, int) else policy_named(bits)
+    """Return the policy of 1 to 8, plain, exact or ``"<n>-bit"``; raises ValueError for others."""
+    if bits == "plain":
+        return plain_policy()
+    if bits == "exact":
+        return exact_policy()
+    if isinstance(bits, int):
+        return coded_policy(bits)
+    width, _, suffix = bits.partition("-")
+    if suffix != "bit" or not width.isdigit():
+        raise ValueError(f"no policy is named {bits!r}; there are plain, exact, 1-bit ... 8-bit")
+    return coded_policy(int(width))

@@ -148,12 +148,7 @@ class LineChart:
         rows = [_label(number(y), "bottom", self._up(y)) for y in ticks(*self.y_range)]
         columns = [_label(number(x), "left", self._across(x)) for x in ticks(*self.x_range)]
         shades = [
-            _label(
-                each.name,
-                "left",
-                (self._across(each.start) + self._across(each.end)) / 2,
-                "shade-name",
-            )
+            _label(each.name, "left", self._across((each.start + each.end) / 2), "shade-name")
             for each in self.named_shades()
         ]
         levels = [

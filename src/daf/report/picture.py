@@ -81,14 +81,8 @@ def _draw_levels(axes: Any, chart: LineChart) -> None:
     for level, place in chart.placed_levels():
         colour = _COLOURS[level.style]
         axes.axhline(level.value, color=colour, ls=_DASHES.get(level.style, "-"), linewidth=1.6)
-        axes.text(
-            *(1.012, place, chart.words_of(level)),
-            transform=axes.transAxes,
-            va="center",
-            color=colour,
-            fontweight="bold",
-            fontsize=9.5,
-        )
+        style = {"color": colour, "va": "center", "fontweight": "bold", "fontsize": 9.5}
+        axes.text(1.012, place, chart.words_of(level), transform=axes.transAxes, **style)
 
 
 def _draw_bars(axes: Any, chart: BarChart) -> None:

@@ -138,11 +138,5 @@ def _cell(record: Record, choices: Sequence[str]) -> Cell:
         reason += f"; {format_bytes(record['spilled_bytes'])} of it wait in host memory"
     if record.get("evicted_bytes"):
         reason += f"; {format_bytes(record['evicted_bytes'])} of it were evicted under pressure"
-    return Cell(
-        site,
-        method,
-        int(record["bits"]),
-        int(record["plain_bytes"]),
-        int(record["held_bytes"]),
-        reason,
-    )
+    sizes = int(record["bits"]), int(record["plain_bytes"]), int(record["held_bytes"])
+    return Cell(site, method, *sizes, reason)
