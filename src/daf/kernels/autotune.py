@@ -173,15 +173,11 @@ class Chooser:
 
     def choose(self, shape_class: str, trial: Trial) -> str:
         """Return the strategy for one call; the first call of a class tries them all."""
-        return self._choice_for(shape_class, trial).chosen
-
-    def _choice_for(self, shape_class: str, trial: Trial) -> Choice:
-        choice = self._choices.get(shape_class)
-        if choice is None:
+        if shape_class not in self._choices:
             seconds = calibrate(self._strategies, trial, clock=self._clock)
-            choice = self._choices[shape_class] = Choice(seconds, _chosen(seconds, trial.usual()))
+            self._choices[shape_class] = Choice(seconds, _chosen(seconds, trial.usual()))
             self._write()
-        return choice
+        return self._choices[shape_class].chosen
 
     def _read(self) -> dict[str, Choice]:
         """Return this device's classes whose entry covers exactly these strategies."""

@@ -56,41 +56,22 @@ def normalisation_of(job: PackRequest) -> Normalisation | None:
     mean, inverse_deviation = _statistic(node, "result1"), _statistic(node, "result2")
     if mean is None or inverse_deviation is None or x.dim() < 2:
         return None
-    gamma = _statistic(node, "weight")
-    channels = x.shape[1]
+    known, beta = _bias_argument(job.call)
+    channel_inner: int | None
     if name in BATCH_NORMS and saved_value(node, "training"):
-        inner = channel_stride(x)
-        if inner is None:
-            return None
-        known, beta = _bias_argument(job.call)
-        return _assemble(mean, inverse_deviation, inner, gamma, beta, inner, known)
-    if not x.is_contiguous():
+        inner = channel_inner = channel_stride(x)
+    elif name == "NativeLayerNormBackward0" and x.is_contiguous():
+        inner, channel_inner = math.prod(saved_value(node, "normalized_shape")), 1
+        known, beta = True, _statistic(node, "bias")
+    elif name == "NativeGroupNormBackward0" and x.is_contiguous():
+        inner, channel_inner = x.numel() // mean.numel(), math.prod(x.shape[2:])
+    else:
         return None
-    if name == "NativeLayerNormBackward0":
-        row = math.prod(saved_value(node, "normalized_shape"))
-        beta = _statistic(node, "bias")
-        return _assemble(mean, inverse_deviation, row, gamma, beta, 1, True)
-    if name == "NativeGroupNormBackward0":
-        inner = x.numel() // mean.numel()
-        known, beta = _bias_argument(job.call)
-        plane = x.numel() // (x.shape[0] * channels)
-        return _assemble(mean, inverse_deviation, inner, gamma, beta, plane, known)
-    return None
-
-
-def _assemble(
-    mean: Tensor,
-    inverse_deviation: Tensor,
-    inner: int,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    channel_inner: int,
-    is_known: bool,
-) -> Normalisation:
-    result = copied_affine(gamma, beta, channel_inner) if is_known else None
-    plain = is_known and result is None
+    if inner is None or channel_inner is None:
+        return None
+    result = copied_affine(_statistic(node, "weight"), beta, channel_inner) if known else None
     statistics = Statistics(_vector(mean), _vector(inverse_deviation))
-    return Normalisation(statistics, inner, result, plain)
+    return Normalisation(statistics, inner, result, known and result is None)
 
 
 def copied_affine(gamma: Tensor | None, beta: Tensor | None, inner: int) -> Channels | None:

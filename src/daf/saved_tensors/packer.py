@@ -167,8 +167,6 @@ class Packer:
             job.source.remember(key, stored)
         return stored
 
-    # --- lossless ---------------------------------------------------------------------------
-
     def _spilled(self, job: PackRequest) -> PackedTensor | None:
         if not is_read_freely(job.tensor) or job.source.recall("kept", Holding) is not None:
             return None  # on a device, or the storage stays alive anyway
@@ -242,8 +240,6 @@ class Packer:
         if job.rederive and low == 0.0:
             self._dropping.learn(job, held, high)
         return held
-
-    # --- lossy ------------------------------------------------------------------------------
 
     def _derivative(self, job: PackRequest) -> PackedTensor | None:
         table = smooth_code(job.saved.node, job.treatment.bits)

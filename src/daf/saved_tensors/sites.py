@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import get_ident
@@ -115,15 +115,13 @@ class SiteTracker:
     @contextmanager
     def following(self, compiled: CompiledModules) -> Iterator[None]:
         """Follow this thread's module calls inside."""
-        outer_frames, outer_thread = self._frames, self._thread
-        self._frames, self._thread = [_Frame(None, OUTSIDE)], get_ident()
-        handles = list(self._hook(compiled))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._frames, self._thread = outer_frames, outer_thread
+        with self._at_the_top(get_ident()):
+            handles = list(self._hook(compiled))
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
 
     def _hook(self, compiled: CompiledModules) -> Iterator[RemovableHandle]:
         """Hook all modules at once; one by one where some are compiled, which get none inside."""
@@ -143,15 +141,18 @@ class SiteTracker:
             yield module.register_forward_pre_hook(enter)
             yield module.register_forward_hook(leave, always_call=True)
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Follow no module calls inside."""
-        frames, thread = self._frames, self._thread
-        self._frames, self._thread = [_Frame(None, OUTSIDE)], 0
+        return self._at_the_top(0)
+
+    @contextmanager
+    def _at_the_top(self, thread: int) -> Iterator[None]:
+        before = self._frames, self._thread
+        self._frames, self._thread = [_Frame(None, OUTSIDE)], thread
         try:
             yield
         finally:
-            self._frames, self._thread = frames, thread
+            self._frames, self._thread = before
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         if get_ident() == self._thread:

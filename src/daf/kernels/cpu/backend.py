@@ -178,8 +178,6 @@ class _Room:
 
 
 # Jobs hold addresses: keep the tensors alive while one runs.
-
-
 def _reading(encoding: Encoding, **options: Any) -> Job:
     source, channels, rows, output = encoding
     emission = None

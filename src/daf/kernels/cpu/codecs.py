@@ -94,8 +94,6 @@ def _written(job: Job) -> tuple[str, ...]:
 
 
 # Tables live as long as the process; asking NumPy for an address takes microseconds.
-
-
 @cache
 def _encoding_tables(bits: int) -> Mapping[str, Any]:
     thresholds, levels = rotated_thresholds(bits), rotated_levels(bits, bits)

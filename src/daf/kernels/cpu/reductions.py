@@ -44,15 +44,13 @@ def ranges_workspace_bytes(
     """Return the workspace bytes of ``measure_ranges``."""
     _check_shape(count, threads, channels, inner)
     number = _strategy_number(strategy)
-    size_bytes: int = _native.ranges_workspace_bytes(count, channels, inner, threads, number)
-    return size_bytes
+    return int(_native.ranges_workspace_bytes(count, channels, inner, threads, number))
 
 
 def sums_workspace_bytes(count: int, threads: int, channels: int = 1, inner: int = 1) -> int:
     """Return the workspace bytes of ``measure_sums``."""
     _check_shape(count, threads, channels, inner)
-    size_bytes: int = _native.sums_workspace_bytes(count, channels, inner, threads)
-    return size_bytes
+    return int(_native.sums_workspace_bytes(count, channels, inner, threads))
 
 
 def measure_ranges(
@@ -127,8 +125,7 @@ def rows_workspace_bytes(count: int, length: int, threads: int) -> int:
     """Return the workspace bytes of backward for ``count`` elements in rows of ``length``."""
     check_call(count, threads)
     check_row_length(count, length)
-    size_bytes: int = _native.rows_workspace_bytes(count, length, threads)
-    return size_bytes
+    return int(_native.rows_workspace_bytes(count, length, threads))
 
 
 def _check_pointers(names: tuple[str, ...], addresses: tuple[Any, ...]) -> None:

@@ -7,7 +7,7 @@ sums.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,9 +58,6 @@ _ORDINARY_ENERGY = (np.float32(2.0**-60), np.float32(2.0**60))
 _ORDINARY_MAGNITUDE = (np.float32(2.0**-30), np.float32(2.0**30))
 
 Integers = NDArray[np.int64]
-
-
-# --- rotated --------------------------------------------------------------------------------
 
 
 def hadamard(values: Integers) -> Integers:
@@ -121,13 +118,8 @@ def _centre(chunk: Chunk) -> tuple[_Centred, NDArray[np.bool_]]:
     least, greatest = _ORDINARY_ENERGY
     ordinary = (plain.energy >= least) & (plain.energy <= greatest)
     scaled = _centre_scaled(chunk, prescale, unscale)
-    chosen = _Centred(
-        np.where(ordinary, plain.values, scaled.values),
-        np.where(ordinary, plain.mean, scaled.mean),
-        np.where(ordinary, plain.energy, scaled.energy),
-        np.where(ordinary, plain.unscale, scaled.unscale),
-    )
-    return chosen, finite
+    pairs: Any = zip(plain, scaled, strict=True)
+    return _Centred(*(np.where(ordinary, one, other) for one, other in pairs)), finite
 
 
 def _centre_scaled(chunk: Chunk, prescale: Floats, unscale: Floats) -> _Centred:
@@ -197,9 +189,6 @@ def decode_rotated(
     return store(stack(pieces), target, affine)
 
 
-# --- minmax ---------------------------------------------------------------------------------
-
-
 def encode_minmax(source: Elements, bits: int, key: int, affine: Affine | None = None) -> Code:
     """Encode by section 5 of the format."""
     require(1 <= bits <= 8, f"{bits} bits")
@@ -266,9 +255,6 @@ def decode_steps(planes: Planes, target: Target, affine: Affine | None = None) -
     """Decode every code, then apply ``affine``."""
     require(1 <= len(planes) <= 8, f"{len(planes)} bits")
     return store(from_planes(planes).astype(np.float32), target, affine)
-
-
-# --- mask, derivative, integers -------------------------------------------------------------
 
 
 def _count_below(values: Floats, borders: Floats) -> NDArray[np.int64]:

@@ -111,15 +111,10 @@ def halve(values, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def tree_sum(values, BLOCKS: tl.constexpr):
     """Sum (BLOCKS, 256) to (BLOCKS,): strides 128, 64, … 1."""
-    low, high = halve(values, BLOCKS, 256)
-    low, high = halve(low + high, BLOCKS, 128)
-    low, high = halve(low + high, BLOCKS, 64)
-    low, high = halve(low + high, BLOCKS, 32)
-    low, high = halve(low + high, BLOCKS, 16)
-    low, high = halve(low + high, BLOCKS, 8)
-    low, high = halve(low + high, BLOCKS, 4)
-    low, high = halve(low + high, BLOCKS, 2)
-    return tl.reshape(low + high, (BLOCKS,))
+    for level in tl.static_range(8):
+        low, high = halve(values, BLOCKS, 256 >> level)
+        values = low + high
+    return tl.reshape(values, (BLOCKS,))
 
 
 @triton.jit

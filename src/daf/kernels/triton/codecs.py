@@ -95,11 +95,8 @@ def encode_mask(
     """Write one plane of ``predicate``; bounds are rounded to float32."""
     _checked(Codec.MASK, planes)
     check_member("predicate", predicate, tuple(Predicate))
-    bounds: dict[str, Any] = {
-        "low": float(low),
-        "high": float(high),
-        "ABOVE": predicate is Predicate.ABOVE,
-    }
+    above = predicate is Predicate.ABOVE
+    bounds: dict[str, Any] = {"low": float(low), "high": float(high), "ABOVE": above}
     _run(bit_codecs.encode_mask, planes, {"source": source}, **bounds)
 
 
@@ -108,10 +105,7 @@ def decode_mask(
 ) -> None:
     """Write ``on_value`` where the bit is set and ``off_value`` elsewhere."""
     _checked(Codec.MASK, planes)
-    values: dict[str, Any] = {
-        "off_bits": _float32_bits(off_value),
-        "on_bits": _float32_bits(on_value),
-    }
+    values = {"off_bits": _float32_bits(off_value), "on_bits": _float32_bits(on_value)}
     _run(bit_codecs.decode_mask, planes, {"destination": destination}, **values)
 
 

@@ -73,17 +73,8 @@ def paged_planes(region: Tensor, table: Tensor, fields: PageFields) -> DevicePla
             f"asked for {fields.bits} planes of {fields.runs} runs, found a page table of "
             f"{table.numel()} {table.dtype}; it needs at least {least} int64 entries"
         )
-    return DevicePlanes(
-        region,
-        region,
-        table,
-        fields.elements,
-        fields.runs,
-        fields.full_runs,
-        fields.bits,
-        fields.kept,
-        fields.page_bytes // 4,
-    )
+    numbers = fields[3:]  # elements to kept
+    return DevicePlanes(region, region, table, *numbers, fields.page_bytes // 4)
 
 
 def _check_words(name: str, tensor: Tensor, words: int) -> None:
