@@ -43,6 +43,10 @@ class Greedy(torch.autograd.Function):
         return gradient, None
 
 
+class Wishes(list[Any]):
+    """What happens in each backward pass; of a plain list a retried step finds every entry again."""
+
+
 class Model(nn.Module):
     """Its last layer's gradients are complete when ``Greedy`` runs, the first one's are not."""
 
@@ -51,7 +55,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.first = nn.Linear(64, 64)
         self.last = nn.Linear(64, 10)
-        self.in_backward: list[Any] = [0]
+        self.in_backward = Wishes([0])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(Greedy.apply(torch.relu(self.first(x)), self.in_backward))
