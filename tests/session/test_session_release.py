@@ -44,7 +44,7 @@ class Greedy(torch.autograd.Function):
 
 
 class Wishes(list[Any]):
-    """What happens in each backward pass; of a plain list a retried step finds every entry again."""
+    """What each backward pass does; a retried step finds all entries of a plain list again."""
 
 
 class Model(nn.Module):

@@ -30,18 +30,34 @@ class _Input(NamedTuple):
     version: int
 
 
-class Inputs:
-    """The inputs of a call, tensors held; one that appears twice is held once."""
+class HeldInput(NamedTuple):
+    """What holds one input; ``is_exact``: it comes back bit for bit.
 
-    def __init__(self, nest: Any, hold: Callable[[Tensor, int], tuple[PackedTensor, Any]]) -> None:
+    ``account`` keeps it counted.
+    """
+
+    held: PackedTensor
+    account: Any
+    is_exact: bool
+
+
+class Inputs:
+    """The inputs of a call, tensors held; one that appears twice is held once.
+
+    ``are_exact`` is True if all of them come back bit for bit.
+    """
+
+    def __init__(self, nest: Any, hold: Callable[[Tensor, int], HeldInput]) -> None:
         places: dict[int, _Place] = {}
         self._tensors: list[_Input] = []
+        self.are_exact = True
 
         def replace(tensor: Tensor) -> _Place:
             place = places.get(id(tensor))
             if place is None:
                 place = places[id(tensor)] = _Place(len(self._tensors))
-                held, account = hold(tensor, place.number)
+                held, account, is_exact = hold(tensor, place.number)
+                self.are_exact &= is_exact
                 original = weakref.ref(tensor)
                 self._tensors.append(
                     _Input(held, account, tensor.requires_grad, original, tensor._version)

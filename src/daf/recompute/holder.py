@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from daf.core.policy import Method, Need, Site, Treatment
+from daf.recompute.call_inputs import HeldInput
 from daf.saved_tensors.ledger import Holding, Source, strided_parts
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, SavedTensor
 from daf.saved_tensors.packer import is_integer
@@ -19,6 +20,7 @@ from daf.saved_tensors.state import SavedTensorState
 # Holds a saved tensor as the policy says.
 Hold = Callable[[SavedTensor, Need, SiteRecord, tuple[Source, ...]], tuple[PackedTensor, Treatment]]
 _REPLAY = Treatment(Method.REPLAY)
+_EXACT = frozenset({Method.KEEP, Method.PACK, Method.SPILL})
 
 
 class ReplayKeeper:
@@ -47,8 +49,8 @@ class ReplayKeeper:
             if not is_lazy(parameter):
                 self._state.parameter_reads.note(parameter, reader)
 
-    def hold_input(self, tensor: Tensor, site: Site) -> tuple[PackedTensor, Any]:
-        """Hold an input by the policy; return also what its ledger entry needs to stay alive."""
+    def hold_input(self, tensor: Tensor, site: Site) -> HeldInput:
+        """Hold an input by the policy."""
         record = self._state.tracker.record(site.module, site.operator, site.call, site.save)
         record.need = Need.INTEGER if is_integer(tensor) else Need.INPUT
         sources = self._state.sources.of_parts(tensor)
@@ -58,7 +60,7 @@ class ReplayKeeper:
                 held, record.treatment = self._hold(saved, record.need, record, sources)
         finally:
             saved.drop()
-        return held, sources
+        return HeldInput(held, sources, record.treatment.method in _EXACT)
 
     def hold_rebuilt(self, tensor: Tensor, site: Site) -> tuple[PackedTensor, Any]:
         """Hold a rebuilt tensor, as it is, until backward has read it."""

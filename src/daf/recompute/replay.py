@@ -13,9 +13,8 @@ non-reentrant ``torch.utils.checkpoint``.)
 from __future__ import annotations
 
 import types
-import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -24,21 +23,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.codecs.scratch import Scratch
-from daf.core.errors import SavedTensorError, UnknownNameError
+from daf.core.errors import UnknownNameError
 from daf.core.policy import Site
-from daf.recompute.call_inputs import Inputs, distinct_tensors
+from daf.recompute.call_inputs import HeldInput, Inputs, distinct_tensors
 from daf.recompute.call_state import CallState
 from daf.recompute.holder import ReplayKeeper
 from daf.recompute.random_state import Generators
-from daf.saved_tensors.ledger import Holding
-from daf.saved_tensors.packed_tensor import PackedTensor, SavedTensor
-from daf.torch_compat.autograd_graph import NO_TASK, call_after_backward, graph_task
+from daf.recompute.replayed_call import Collector, ReplayedCall, Target
+from daf.saved_tensors.packed_tensor import SavedTensor
+from daf.torch_compat.autograd_graph import NO_TASK, graph_task
 from daf.torch_compat.compiled_modules import CompiledModules
-from daf.torch_compat.compiler_stance import eagerly
 
 # These save a tensor and fill it afterwards.
 _FILL_WHAT_THEY_SAVED = frozenset({F.rrelu, F.rrelu_, torch.rrelu, torch.rrelu_})
+# Nor is all of what the others save here ever set.
+SAVE_WHAT_IS_UNDEFINED = _FILL_WHAT_THEY_SAVED | {F.ctc_loss, torch.ctc_loss}
 
 
 class ReplayLog:
@@ -59,195 +58,6 @@ class ReplayLog:
             self.calls.clear()
             self._task = task
         self.calls.append((path, call))
-
-
-class Rebuilt(PackedTensor):
-    """What is held in place of the ``index``-th tensor that a replayed call saves: a handle."""
-
-    __slots__ = ("_call", "_form", "_value", "index")
-
-    def __init__(self, call: ReplayedCall, index: int, tensor: Tensor) -> None:
-        super().__init__()
-        self.index = index
-        self._call = call
-        self._form = _form(tensor)
-        self._value: tuple[PackedTensor, Any] | None = None
-
-    @property
-    def is_rebuilt(self) -> bool:
-        """True if the tensor is here, because its call ran again."""
-        return self._value is not None
-
-    def settle(self, tensor: Tensor, keeper: ReplayKeeper, site: Site) -> None:
-        """Hold what the call saved when it ran again.
-
-        Raises:
-            SavedTensorError: in the first pass it saved something else.
-        """
-        if _form(tensor) != self._form:
-            raise SavedTensorError(
-                f"replaying {site.module!r} saved {_form(tensor)} where its first pass saved "
-                f"{self._form}; a replayed module must do the same thing again with the same "
-                "inputs: replay other modules, or none"
-            )
-        self._value = keeper.hold_rebuilt(tensor, site)
-
-    def forget(self) -> None:
-        """Free the tensor; the call can run again."""
-        self._value = None
-
-    def restore(self, scratch: Scratch) -> Tensor:
-        """Return the tensor, and hold it no longer.
-
-        Raises:
-            SavedTensorError: something the call depends on was changed in place since.
-        """
-        self._call.replays.note_unpack()
-        if self._value is None:
-            self._call.replay(self)
-        value, self._value = self._value, None
-        assert value is not None
-        return value[0].restore(scratch)
-
-
-def _form(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-    return tuple(tensor.shape), tensor.dtype, tensor.device
-
-
-class ReplayedCall:
-    """One call of a replayed module: its inputs, its state, and handles for what it saves."""
-
-    def __init__(
-        self, replays: Replays, target: ReplayedForward, inputs: Inputs, state: CallState
-    ) -> None:
-        self.site = Site(target.path, "replay", 0, 0)
-        self.differentiates = False  # True if its forward pass itself asks for gradients
-        self.fills_what_it_saved = False  # True if a save is complete only at the next one
-        self._count = target.calls
-        self.replays = replays
-        self._forward = target.forward
-        self._inputs = inputs
-        self._state = state
-        self._saves = 0
-        self._handles: weakref.WeakValueDictionary[int, Rebuilt] = weakref.WeakValueDictionary()
-        self._task = NO_TASK
-
-    def hold(self, tensor: Tensor) -> Rebuilt:
-        """Return a handle for the next tensor that the call saves."""
-        handle = self._handles[self._saves] = Rebuilt(self, self._saves, tensor)
-        self._saves += 1
-        return handle
-
-    def skip(self) -> None:
-        """Give the next tensor that the call saves no handle: it is held elsewhere."""
-        self._saves += 1
-
-    def finish(self, count: Callable[[int], Holding]) -> None:
-        """End the first pass; ``count`` counts bytes that are held."""
-        self._state.finish(count)
-        self._inputs.check_unchanged(self.site.module)
-
-    def replay(self, wanted: Rebuilt) -> None:
-        """Run the call again, which rebuilds ``wanted`` and all other handles alive.
-
-        A second time in one backward pass it rebuilds that one only: the others were read already.
-
-        Raises:
-            SavedTensorError: the call saved fewer tensors than before.
-        """
-        task = graph_task()
-        again = task in (NO_TASK, self._task)
-        missing = [handle for handle in self._handles.values() if not handle.is_rebuilt]
-        self._run(Collector(self, [wanted] if again else missing))
-        if not wanted.is_rebuilt:
-            raise SavedTensorError(
-                f"replaying {self.site.module!r} saved fewer tensors than its first pass; a "
-                "replayed module must do the same thing again with the same inputs"
-            )
-        if not again:
-            self._task = task
-            forget = partial(_forget, weakref.ref(self))
-            call_after_backward(forget)
-
-    def forget(self) -> None:
-        """Free rebuilt tensors that this backward pass did not read."""
-        self._task = NO_TASK
-        for handle in list(self._handles.values()):
-            handle.forget()
-
-    def _run(self, collector: Collector) -> None:
-        arguments, keywords = self._inputs.restore(self.replays.keeper.scratch)
-        self.replays.log.note(self.site.module, self._count)
-        with (
-            self.replays.rebuilding(collector),
-            self._state.restored(),
-            collector.hooks(),
-            eagerly(),
-            suppress(_Complete),
-        ):
-            self._forward(*arguments, **keywords)
-
-
-def _forget(reference: weakref.ref[ReplayedCall]) -> None:
-    call = reference()
-    if call is not None:
-        call.forget()
-
-
-class _Complete(BaseException):
-    """Every wanted tensor is rebuilt; no Exception, which a module may catch."""
-
-
-class Collector:
-    """Collects what a call saves when it runs again, and fills the wanted handles."""
-
-    def __init__(self, call: ReplayedCall, wanted: list[Rebuilt]) -> None:
-        self._wanted = {handle.index: handle for handle in wanted}
-        self._last = max(self._wanted) + call.fills_what_it_saved
-        self._site = call.site
-        self._keeper = call.replays.keeper
-        self._saved = 0
-        self._depth = 0  # of calls with handles of their own
-        # Otherwise nobody goes backward through the second run's own graph.
-        self._differentiates = call.differentiates
-
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return the hooks of the second run."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def run_inner(
-        self, forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> Any:
-        """Run a replayed call inside this one, whose inputs are saves of this one."""
-        if self._depth == 0:
-            for tensor in distinct_tensors((arguments, keywords)):
-                self._collect(tensor)
-        self._depth += 1
-        try:
-            return forward(*arguments, **keywords)
-        finally:
-            self._depth -= 1
-
-    def _pack(self, tensor: Tensor) -> Tensor | None:
-        if self._depth == 0:
-            self._collect(tensor)
-        return tensor.detach() if self._differentiates else None
-
-    def _collect(self, tensor: Tensor) -> None:
-        index, self._saved = self._saved, self._saved + 1
-        handle = self._wanted.pop(index, None)
-        if handle is not None:
-            handle.settle(tensor, self._keeper, self._site)
-        if index == self._last:
-            raise _Complete
-
-    def _unpack(self, packed: Tensor | None) -> Tensor:
-        if packed is None:
-            raise SavedTensorError(
-                f"replaying {self._site.module!r} asked for gradients, which its first pass did "
-                "not; a replayed module must do the same thing again with the same inputs"
-            )
-        return packed
 
 
 class ReplayedForward:
@@ -314,8 +124,9 @@ class Replays:
                 space.update(own)
 
     @contextmanager
-    def rebuilding(self, collector: Collector) -> Iterator[None]:
+    def rebuilding(self, target: Target, collector: Collector) -> Iterator[None]:
         """Run a call again inside, on whichever thread backward runs."""
+        self.log.note(target.path, target.call)
         outer, self._thread = self._thread, get_ident()
         depth = len(self._running)
         self._running.append(collector)
@@ -339,7 +150,8 @@ class Replays:
         devices = _devices(target.module, arguments, keywords)
         state = CallState(target.module, target.path, devices, self._generators)
         inputs = Inputs((arguments, keywords), partial(self._hold_input, target.path, outer))
-        call = ReplayedCall(self, target, inputs, state)
+        what = Target(target.path, target.calls, target.forward)
+        call = ReplayedCall(self, what, inputs, state)
         self.keeper.note_reader(target.module, call)
         depth = len(self._running)
         self._running.append(call)
@@ -366,8 +178,9 @@ class Replays:
     def note_operator(self, operator: Callable[..., Any]) -> None:
         """Note an operator of the innermost call that is about to run for the first time."""
         call = self._running[-1]
-        if operator in _FILL_WHAT_THEY_SAVED and isinstance(call, ReplayedCall):
-            call.fills_what_it_saved = True
+        if isinstance(call, ReplayedCall):
+            call.fills_what_it_saved |= operator in _FILL_WHAT_THEY_SAVED
+            call.has_undefined_saves = operator in SAVE_WHAT_IS_UNDEFINED
 
     def note_unpack(self) -> None:
         """Note a backward pass: calls that run now run it within their own forward pass."""
@@ -377,15 +190,17 @@ class Replays:
 
     def _hold_input(
         self, path: str, outer: ReplayedCall | None, tensor: Tensor, index: int
-    ) -> tuple[PackedTensor, Any]:
+    ) -> HeldInput:
         site = Site(path, "input", 0, index)
         constant = self.keeper.keep_constant(tensor, site)
         if outer is None:
-            return (constant, None) if constant else self.keeper.hold_input(tensor, site)
+            if constant is not None:
+                return HeldInput(constant, None, is_exact=True)
+            return self.keeper.hold_input(tensor, site)
         if constant is not None:
             outer.skip()
-            return constant, None
-        return outer.hold(tensor), None
+            return HeldInput(constant, None, is_exact=True)
+        return HeldInput(outer.hold(tensor), None, outer.is_exact)
 
 
 def _devices(module: nn.Module, *inputs: Any) -> set[torch.device]:
