@@ -37,13 +37,11 @@ class LineDisplay(Observer):
         self._said_s = float("-inf")
 
     def begin(self, total_steps: int, first_step: int, budget_bytes: int | None) -> None:
-        """Print the step that training resumes after, if any."""
         self._total_steps, self._budget_bytes = total_steps, budget_bytes
         if first_step:
             self.note(f"resumed after step {first_step}")
 
     def note(self, text: str) -> None:
-        """Print ``text``."""
         print(text, flush=True)
 
     def stepped(self, record: StepRecord) -> None:

@@ -44,7 +44,6 @@ class ResidentMeter(Meter):
         super().__init__(process_memory.resident_bytes, process_memory.resident_bytes)
 
     def begin(self) -> None:
-        """Take what is resident now as the level."""
         process_memory.reset_peak()
         self._level = self._live_bytes()
 

@@ -55,7 +55,6 @@ class DeviceKeeper(Keeper):
 
     @property
     def overrun_bytes(self) -> int:
-        """Bytes over the bound since ``must_finish``."""
         if not self._must_finish or self._limit_bytes is None:
             return 0
         return max(0, self._memory.span_peak_bytes() - self._limit_bytes)
@@ -86,11 +85,9 @@ class DeviceKeeper(Keeper):
             self.settings.clear()
 
     def flush(self) -> None:
-        """Return all cached blocks to the driver."""
         self._memory.release_cached()
 
     def refusals(self) -> int:
-        """Return the number of allocations refused on the device so far."""
         return self._memory.refusals()
 
     def has_refused(self, error: BaseException, refusals_before: int) -> bool:

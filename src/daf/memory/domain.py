@@ -41,32 +41,27 @@ class MemoryDomain(Protocol):
         """Return the best meter for peaks of single moments."""
 
 
-class ProcessMemory:
+class ProcessMemory(MemoryDomain):
     """The resident size of this process, the memory of a model on the CPU."""
 
     name = "the process"
 
     def held_bytes(self) -> int:
-        """Return the resident bytes."""
         return process_memory.resident_bytes()
 
     def account_bytes(self) -> int:
-        """Return the part that DAF's allocator holds."""
         return stats()["held_bytes.current"]
 
     def peak_bytes(self) -> int:
-        """Return the operating system's high-water mark."""
         return process_memory.peak_bytes()
 
     def reset_peak(self) -> bool:
-        """Start a new peak; False where the system does not permit that."""
         return process_memory.reset_peak()
 
     def wait(self) -> None:
-        """Do nothing: the CPU is done when it returns."""
+        pass  # the CPU is done when it returns
 
     def meter(self) -> Meter:
-        """Return a meter of DAF's account, or of samples."""
         return account_meter.open_meter()
 
 

@@ -47,21 +47,17 @@ class MemoryKeeper(Keeper):
 
     @property
     def overrun_bytes(self) -> int:
-        """Bytes over the budget of a step that had begun to change parameters."""
         return self._overrun_bytes
 
     @property
     def recycles(self) -> bool:
-        """True if freed blocks are recycled under a hard limit."""
         return self._recycling is not None
 
     @property
     def can_refuse(self) -> bool:
-        """True if allocations can be refused on this system."""
         return unsupported_reason() is None
 
     def open(self) -> None:
-        """Apply what this system offers; does nothing if open."""
         if self.settings:
             return
         if self.can_refuse:
@@ -75,7 +71,6 @@ class MemoryKeeper(Keeper):
             self.settings.append(f"glibc returns other freed blocks of {size} and more at once")
 
     def close(self) -> None:
-        """Undo everything; live blocks stay valid."""
         with account_lock:
             self._resources.close()
             self._recycling = None
@@ -83,14 +78,12 @@ class MemoryKeeper(Keeper):
         self.settings.clear()
 
     def flush(self) -> None:
-        """Return all free memory to the system."""
         self._give_back(0)
         if self._recycling is not None:
             self._recycling.trim()
         glibc.return_free_memory()
 
     def refusals(self) -> int:
-        """Return the number of allocations that the limit has refused in this process."""
         return stats()["refusals"] if self._recycling is not None else 0
 
     def has_refused(self, error: BaseException, refusals_before: int) -> bool:  # noqa: ARG002

@@ -33,15 +33,12 @@ class DeviceStreams(Streams):
         self._device = device
 
     def current(self) -> Stream:
-        """Return PyTorch's current stream of the device."""
         return torch.cuda.current_stream(self._device)
 
     def use(self, stream: Stream) -> AbstractContextManager[object]:
-        """Return PyTorch's context."""
         return torch.cuda.stream(stream)
 
     def wait(self, waiting: Stream, for_: Stream) -> None:
-        """Wait by an event, on the device."""
         waiting.wait_stream(for_)
 
 
