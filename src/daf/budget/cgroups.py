@@ -26,7 +26,7 @@ class MemoryGroup:
     version: int
 
     def limits(self, system: System) -> dict[str, int]:
-        """Return limits (bytes) by file name, those of ``memory.high``, which throttles, too."""
+        """Return the limits (bytes) by file name; ``memory.high``, which throttles, counts too."""
         read = {name: _number(system.read(self.path / name)) for name in _LIMIT_FILES[self.version]}
         return {name: value for name, value in read.items() if value is not None}
 

@@ -60,12 +60,8 @@ def open_triggers(system: System) -> list[int]:
     """Open triggers, signalled by POLLPRI, none if the kernel refuses. The caller closes them."""
     stall_us = int(STALLED_SHARE * TRIGGER_WINDOW_US)
     order = f"some {stall_us} {TRIGGER_WINDOW_US}\0".encode()
-    opened = []
-    for path in pressure_files(system):
-        descriptor = _open_trigger(system, path, order)
-        if descriptor is not None:
-            opened.append(descriptor)
-    return opened
+    opened = [_open_trigger(system, path, order) for path in pressure_files(system)]
+    return [descriptor for descriptor in opened if descriptor is not None]
 
 
 def _open_trigger(system: System, path: str, order: bytes) -> int | None:

@@ -1,1 +1,1 @@
-"""Values of packages that may not import each other: no torch, no devices, nothing else of DAF."""
+"""Values shared by packages that may not import each other: no torch, no devices."""

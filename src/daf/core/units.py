@@ -24,7 +24,7 @@ _DISPLAY = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
 def parse_bytes(text: str | int) -> int:
-    """Parse a byte count into whole bytes, rounded down; raises UnitError if it has none.
+    """Parse a byte count; return whole bytes, rounded down. Raises UnitError for anything else.
 
     ``text``: an int, or a number with a unit in any case, B, KB, MB, GB, TB (powers of 1000), KiB,
     MiB, GiB or TiB (powers of 1024): ``"512MB"``, ``"1.5 GiB"``, ``700_000_000``.

@@ -42,7 +42,7 @@ def write_checkpoint(
 def read_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Restore a run and return its ``state``; raises RunFolderError if ``path`` does not fit it."""
+    """Restore a run, return its ``state``; raises RunFolderError if missing or of another model."""
     tensors, whole = _read(path)
     try:
         _load_model(model, tensors)

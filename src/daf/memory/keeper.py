@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-GiveBack = Callable[[int], int]  # frees about so many bytes of other memory, returns how many
+GiveBack = Callable[[int], int]  # frees at least so many bytes of other memory, returns how many
 
 
 class Keeper(ABC):

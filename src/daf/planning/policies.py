@@ -44,7 +44,7 @@ class Strategy:
     """How a policy chooses; both functions return None if nothing is within the tolerance."""
 
     find: Callable[[Problem], Candidate | None]  # within the problem's limit
-    least: Callable[[Problem], Candidate | None]  # the lowest peak
+    least: Callable[[Problem], Candidate | None]  # for the lowest peak
     is_level: bool = False  # every site is treated alike, as ``bits=`` asks
 
 

@@ -119,7 +119,7 @@ class Sensitivity:
         return self._of_examples(examples).batch_variance
 
     def _of_examples(self, examples: int) -> Sensitivity:
-        """Return it for another batch size: variances of a mean shrink with that."""
+        """Return it for another batch size: variances of a mean fall as 1 / ``examples``."""
         if self.relative:  # beside gradients of noise they do not; only their ratios count
             return replace(self, examples=examples)
         factor = self.examples / max(1, examples)

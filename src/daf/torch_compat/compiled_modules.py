@@ -17,7 +17,7 @@ class CompiledModules:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.attributes: dict[nn.Module, str] = {}  # what runs each outermost one
-        self._inside: set[nn.Module] = set()  # by identity: others may call one, too
+        self._inside: set[nn.Module] = set()  # by identity: uncompiled parts may call one too
         optimized = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
         if optimized is not None:  # else nothing can be compiled
             self._find(optimized)

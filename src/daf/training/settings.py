@@ -185,7 +185,7 @@ class TrainSettings:
             ) from error
 
     def resumed_with(self, asked: Mapping[str, Any]) -> TrainSettings:
-        """Return these with ``asked``; raises RunFolderError if finished steps depend on them."""
+        """Return these with ``asked``, or raise RunFolderError: finished steps depend on one."""
         changing = {each.name for each in dataclasses.fields(self) if option_of(each).may_change}
         for name, value in asked.items():
             found = getattr(self, name)

@@ -81,7 +81,7 @@ class ImageData:
         }
 
     def at_size(self, image_size: int | None) -> ImageData:
-        """Return the images with each pixel repeated; raises DataError unless to a multiple."""
+        """Return the images enlarged to a multiple of their size; raises DataError for others."""
         if image_size is None:
             return self
         stored = int(self.train.images.shape[1])
