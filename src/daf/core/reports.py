@@ -11,21 +11,18 @@ from daf.core.policy import Need, Site, Treatment
 class CaptureStats:
     """The bytes of one step's saved tensors; peaks are over the step.
 
-    ``plain``: what autograd would hold, deduplicated by storage, without parameters, buffers and
-    the caller's batch. ``held``: what is held instead, with headers, padding, a pool's free pages,
-    page tables and records, inputs of replayed calls, and rebuilt tensors until read. ``evicted``:
-    planes evicted under the pool's cap or the process's limit. ``spilled``: on disk, or a GPU's
-    codes in host memory; what is in transit counts as held.
+    ``held``: with headers, padding, a pool's free pages, page tables and records, inputs of
+    replayed calls, and rebuilt tensors until read. What is in transit counts as held.
     """
 
-    plain_bytes: int
+    plain_bytes: int  # what autograd would hold, beside parameters, buffers and the batch
     plain_peak_bytes: int
     held_bytes: int
     held_peak_bytes: int
     sites: int
-    evicted_planes: int = 0
+    evicted_planes: int = 0  # under the pool's cap or the process's limit
     evicted_bytes: int = 0
-    spilled_bytes: int = 0
+    spilled_bytes: int = 0  # on disk, or a GPU's codes in host memory
     spilled_peak_bytes: int = 0
 
 

@@ -1,8 +1,6 @@
-"""The CPU allocator that knows its budget, put under PyTorch while it is entered.
+"""A CPU allocator that knows its budget, under PyTorch while it is entered (docs/allocator.md).
 
-Freed blocks of 128 KiB and more are reused, which saves the kernel's page faults. One account of
-all bytes has a hard limit; an allocation beyond it is PyTorch's own ``RuntimeError``, not a kill.
-How: docs/allocator.md.
+Freed blocks of 128 KiB and more are reused, which saves the kernel's page faults.
 
     with RecyclingAllocator(limit_bytes=10**9) as allocator:
         train()
