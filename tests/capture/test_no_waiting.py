@@ -170,6 +170,8 @@ def test_where_a_loss_is_not_finite_nothing_was_touched(place: None, bad_piece: 
         steps.run(batch, mean_square, 6)
     assert all(torch.equal(ours, was) for ours, was in zip(state(model), before, strict=True))
     assert all(each.grad is None for each in model.parameters())
+    assert model.calls == 0
+    model.bad_call = -1
     assert math.isfinite(steps.run(batch, mean_square, 6))
 
 
@@ -203,6 +205,7 @@ def test_a_session_s_step_that_is_not_finite_updates_nothing(simulated: None) ->
         assert all(torch.equal(ours, was) for ours, was in zip(state(model), before, strict=True))
         for each, was in zip(optimizer.state, momentum, strict=True):
             assert torch.equal(optimizer.state[each]["momentum_buffer"], was)
+        model.bad_call = -1
         assert math.isfinite(session.step(batch, mean_square).loss)
 
 
@@ -224,6 +227,7 @@ def test_whoever_updates_inside_backward_is_not_asked_for_what_is_not_finite(
     with pytest.raises(NonFiniteLossError, match="began in"):
         steps.run(batch, mean_square, EXAMPLES)
     assert all(torch.equal(ours, was) for ours, was in zip(state(model), before, strict=True))
+    model.bad_call = -1
     assert math.isfinite(steps.run(batch, mean_square, EXAMPLES))
     assert not torch.equal(model.first.weight, before[0])
 

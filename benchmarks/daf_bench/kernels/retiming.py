@@ -53,7 +53,7 @@ class RetimingChooser(Chooser):
 
     def choose(self, shape_class: str, trial: Trial) -> str:
         """Return the strategy for one call, after a check if one is due."""
-        choice = self._choice_for(shape_class, trial)
+        choice = self.choice_for(shape_class, trial)
         checks = self._checks.get(shape_class)
         if checks is None:
             checks = self._checks[shape_class] = _Checks(choice)

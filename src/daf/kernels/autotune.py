@@ -173,11 +173,15 @@ class Chooser:
 
     def choose(self, shape_class: str, trial: Trial) -> str:
         """Return the strategy for one call; the first call of a class tries them all."""
+        return self.choice_for(shape_class, trial).chosen
+
+    def choice_for(self, shape_class: str, trial: Trial) -> Choice:
+        """Return the choice with the seconds behind it; benchmarks time it again from there."""
         if shape_class not in self._choices:
             seconds = calibrate(self._strategies, trial, clock=self._clock)
             self._choices[shape_class] = Choice(seconds, _chosen(seconds, trial.usual()))
             self._write()
-        return self._choices[shape_class].chosen
+        return self._choices[shape_class]
 
     def _read(self) -> dict[str, Choice]:
         """Return this device's classes whose entry covers exactly these strategies."""
