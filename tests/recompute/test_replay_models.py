@@ -11,7 +11,6 @@ from module_cases import CASES
 from torch import Tensor, nn
 
 from daf.capture.capture import Capture
-from daf.core.errors import SavedTensorError
 from daf.core.policy import exact_policy, plain_policy
 
 NUMBERED = [
@@ -61,14 +60,23 @@ def test_every_module_of_a_transformer_nested(name: str) -> None:
 
 
 @quiet
-def test_a_cache_handed_through_arguments_is_reported() -> None:
+def test_a_cache_handed_through_arguments_is_found_as_it_was() -> None:
     transformers = pytest.importorskip("transformers")
     options = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**options, use_cache=True))
     words: Tensor = torch.randint(0, 50, (2, 8))
-    seen = torch.ones_like(words).tril(3)
-    policy = replace(plain_policy(), replayed=frozenset({"transformer.h.0"}))
-    with Capture(model).step(policy, 0, 0):
-        loss = model(words, attention_mask=seen, labels=words).loss
-    with pytest.raises(SavedTensorError, match="must do the same thing again"):
-        loss.backward()
+
+    def gradients(replayed: set[str]) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**options, use_cache=True))
+        policy = replace(plain_policy(), replayed=frozenset(replayed))
+        with (capture := Capture(model)).step(policy, 0, 0):
+            out = model(words, attention_mask=torch.ones_like(words).tril(3), labels=words)
+        out.loss.backward()
+        assert {path for path, _ in capture.replays} == replayed
+        assert out.past_key_values.get_seq_length() == 8
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = gradients(set())
+    for replayed in ({"transformer.h.0", "transformer.h.1"}, {"transformer"}):
+        found = gradients(replayed)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

@@ -102,8 +102,9 @@ class CallProfile:
     last_forward: int
     inputs: tuple[tuple[int, Affine], ...] = ()  # (storage, bytes); -1: autograd never saved it
     output_bytes: Affine = ZERO
-    replayable: bool = True  # True if its inputs stay unchanged
+    replayable: bool = True  # proven to do the same again from inputs that stay unchanged
     operators: int = 1  # how many ran inside, nested modules included
+    replay_refusal: str = ""  # why it is not replayable
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,11 @@ class Profile:
     def is_fused(self) -> bool:
         """True if measured with fused and chunked operators."""
         return self.chunk_bytes > 0
+
+    @property
+    def replay_refusals(self) -> dict[str, str]:
+        """Why modules, by path, are not replayed."""
+        return {each.module: each.replay_refusal for each in self.calls if each.replay_refusal}
 
     @property
     def score_sites(self) -> frozenset[Site]:

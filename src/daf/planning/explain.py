@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import accumulate
+
 from daf.core.policy import Treatment
 from daf.core.reports import FusionReport
 from daf.core.units import format_bytes
@@ -39,7 +42,7 @@ def explain(table: Table, selection: Selection) -> tuple[str, ...]:
         f"{replay.cost_ms:.2f} ms a micro-batch"
         for replay in table.replays_in(selection)
     ]
-    return tuple(lines)
+    return (*lines, *_about_refused_replays(table))
 
 
 def account_of(table: Table, selection: Selection) -> dict[str, int]:
@@ -82,6 +85,22 @@ def _about_micro_batch(table: Table) -> str:
         f"micro-batches of {size} of {profile.batch_size}: {rate / whole:.0%} of the whole batch's "
         "examples a second, cheaper here than holding less of each example"
     )
+
+
+def _about_refused_replays(table: Table) -> Iterator[str]:
+    """Yield a line for every module that must not be replayed, but those inside another one."""
+    profile = table.profile
+    refusals = profile.replay_refusals
+    for module, reason in refusals.items():
+        callers = accumulate(module.split(".")[:-1], "{}.{}".format)
+        if not any(caller in refusals for caller in callers):
+            held = {
+                each.storage: each.storage_bytes.at(table.micro_batch)
+                for each in profile.savings
+                if f"{each.site.module}.".startswith(f"{module}.")
+            }
+            most = format_bytes(int(sum(held.values())))
+            yield f"{module}: not replayed, which could free {most}: {reason}"
 
 
 def _about_fusion(fusion: FusionReport) -> str:

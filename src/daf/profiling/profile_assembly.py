@@ -130,6 +130,7 @@ def _calls(observations: Sequence[Observation], moments: _Moments) -> tuple[Call
                 output_bytes=Affine.through((n, each.output_bytes) for n, each in points),
                 replayable=all(each.replayable for _, each in points),
                 operators=call.operators,
+                replay_refusal=next((c.replay_refusal for _, c in points if c.replay_refusal), ""),
             )
         )
     return tuple(found)

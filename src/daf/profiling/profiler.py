@@ -36,6 +36,7 @@ from daf.profiling.model_memory import (
     update_bytes,
 )
 from daf.profiling.profile_assembly import build
+from daf.profiling.replay_proof import ProofLimits, most_ms, prove_replays, refuse_replays
 from daf.profiling.step_observer import Observer
 from daf.saved_tensors.observation import Observation
 from daf.step.context import StepContext
@@ -111,6 +112,11 @@ class Profiler:
             observations = self._observations(context, sizes, budget_bytes, on_progress)
             on_progress("times")
             times = self._times(context, observations, budget_bytes)
+            on_progress("replays")
+            refusals = own.replay_refusals if own else None
+            if refusals is None:
+                refusals = self._replay_refusals(context, observations[0], times, budget_bytes)
+            refuse_replays(observations, refusals)
         known, room_bytes = own.speeds if own else None, budget_bytes - self.memory.held_bytes()
         speeds = device_speeds(observations[-1], self.spill, known, device, room_bytes)
         found = self._profile(examples, observations, times.kept, speeds)
@@ -201,6 +207,27 @@ class Profiler:
         policy = plain_policy()
         kept = sorted((n, self._time(context, policy, n)) for n in sizes)
         return _Times(tuple(kept), self._time(context, TIGHTEST, kept[-1][0]))
+
+    def _replay_refusals(
+        self, context: StepContext, smallest: Observation, times: _Times, budget_bytes: int
+    ) -> dict[str, str]:
+        """Prove on the smallest step which calls may be replayed, with what room there is."""
+        examples = context.info.examples
+        part, count = context.first(smallest.examples), smallest.examples
+        # Neither codes nor gradients exist meanwhile.
+        room = budget_bytes - int(self._expected(smallest, count)) + smallest.held_bytes
+        limits = ProofLimits(
+            None if room >= 2 * smallest.plain_bytes else max(0, room),
+            most_ms(count, examples, Affine.through(times.kept).at(examples)),
+        )
+        found = prove_replays(
+            self.model,
+            smallest,
+            lambda: read_loss(context.loss_fn(self.model, part), count),
+            limits,
+        )
+        self._make_room()
+        return found
 
     def _time(self, context: StepContext, policy: Policy, examples: int) -> float:
         """Return the faster of two: disturbances only add time."""

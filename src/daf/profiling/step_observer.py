@@ -57,7 +57,7 @@ class _Input(NamedTuple):
         """Note whether the tensor was changed in place; False once it is gone."""
         tensor = self.tensor()
         if tensor is not None and tensor._version != self.version:
-            self.call.replayable = False
+            self.call.refuse("what it is given is changed in place afterwards")
         return tensor is not None and self.call.replayable
 
 

@@ -1,15 +1,16 @@
 """What a module call reads besides its inputs, so that it can run again as it did.
 
 That is random state, autocast state, which parts were training or frozen, buffers, and what parts
-keep in Python. A second run leaves all of it as it found it: running statistics and counters
-advance once, and the caller's random numbers are not used up.
+and objects among the inputs (caches) keep in Python. A second run leaves all of it as it found it:
+running statistics and counters advance once, and the caller's random numbers are not used up.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,18 +32,24 @@ class CallState:
     """The state before a call: ``finish`` it afterwards, ``restored`` runs the call again."""
 
     def __init__(
-        self, module: nn.Module, path: str, devices: Iterable[torch.device], generators: Generators
+        self,
+        module: nn.Module,
+        path: str,
+        devices: Iterable[torch.device],
+        generators: Generators,
+        inputs: Iterable[Any] = (),
     ) -> None:
         devices = set(devices)
         self._module = module
         self._path = path
+        self._objects = tuple(each for each in inputs if _is_object(each))
         self._training = tuple(part.training for part in module.modules())
         self._tensors = ModuleTensors(module, path)
         self._autocast = [_Autocast.now(kind) for kind in {"cpu"} | {d.type for d in devices}]
         self._random: RandomState | None = generators.state(
             device for device in devices if device.type == "cuda"
         )
-        self._python: PythonState | None = PythonState(module)
+        self._python: PythonState | None = PythonState(module, self._objects)
         self._changes: list[Undo] = []
         self._buffers = list(_copies_of_buffers(module))
         self._maybe_written: list[tuple[nn.Module, str]] = []
@@ -115,7 +122,7 @@ class CallState:
 
     @contextmanager
     def _python_restored(self) -> Iterator[None]:
-        now = PythonState(self._module)
+        now = PythonState(self._module, self._objects)
         try:
             for change in self._changes:
                 change.undo()
@@ -141,6 +148,12 @@ class CallState:
             for buffers, entries in now:
                 buffers.clear()
                 buffers.update(entries)
+
+
+def _is_object(value: Any) -> bool:
+    """True if this is an object of which ``Inputs`` makes no copy: a cache, say."""
+    known = isinstance(value, (Tensor, nn.Module, tuple, list, Mapping)) or is_dataclass(value)
+    return hasattr(value, "__dict__") and not known
 
 
 class _Buffer(NamedTuple):

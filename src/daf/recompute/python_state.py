@@ -64,12 +64,14 @@ Undo = Change | Contents | OwnGenerator
 
 
 class PythonState:
-    """What a module and its parts keep in Python now.
+    """What a module, its parts and other ``objects`` keep in Python now.
 
     ``holds_tensors`` False leaves alone what holds tensors, so that they are freed as without this.
     """
 
-    def __init__(self, module: nn.Module, *, holds_tensors: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, objects: Iterable[Any] = (), *, holds_tensors: bool = True
+    ) -> None:
         self._spaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: list[Contents] = []
         self._tensors: list[tuple[str, Tensor, int]] = []
@@ -83,6 +85,8 @@ class PythonState:
                 for name in space.keys() - _NOT_STATE:
                     if type(space[name]) not in _UNCHANGING:
                         self._look(name, space[name], 0)
+        for each in objects:
+            self._look(type(each).__name__, each, 0)
 
     def _held(self, space: dict[str, Any]) -> dict[str, Any]:
         if self._holds_tensors:

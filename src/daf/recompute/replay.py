@@ -12,9 +12,8 @@ non-reentrant ``torch.utils.checkpoint``.)
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -25,11 +24,12 @@ from torch import Tensor, nn
 
 from daf.core.errors import UnknownNameError
 from daf.core.policy import Site
-from daf.recompute.call_inputs import HeldInput, Inputs, distinct_tensors
+from daf.recompute.call_inputs import HeldInput, Inputs
 from daf.recompute.call_state import CallState
 from daf.recompute.holder import ReplayKeeper
 from daf.recompute.random_state import Generators
 from daf.recompute.replayed_call import Collector, ReplayedCall, Target
+from daf.recompute.watched_forward import WatchedForward, devices_of, watched
 from daf.saved_tensors.packed_tensor import SavedTensor
 from daf.torch_compat.autograd_graph import NO_TASK, graph_task
 from daf.torch_compat.compiled_modules import CompiledModules
@@ -60,29 +60,6 @@ class ReplayLog:
         self.calls.append((path, call))
 
 
-class ReplayedForward:
-    """What takes the place of a module's ``forward`` while a capture is entered."""
-
-    def __init__(self, replays: Replays, path: str, module: nn.Module) -> None:
-        self.path = path
-        self.module = module
-        self.forward: Callable[..., Any] = module.forward
-        self.calls = -1
-        self._replays = replays
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Run the module's own ``forward`` as a replayed call."""
-        return self._replays.call(self, arguments, keywords)
-
-    def __reduce__(self) -> Any:
-        """Give copies and pickles of the module its own ``forward``."""
-        return _own_forward, (self.module,)
-
-
-def _own_forward(module: nn.Module) -> Callable[..., Any]:
-    return types.MethodType(type(module).forward, module)
-
-
 class Replays:
     """The replayed modules of one entered capture, by ``paths``, and the calls that run now.
 
@@ -97,7 +74,7 @@ class Replays:
         modules = {
             id(module := _find(model, path, replayable)): (path, module) for path in sorted(paths)
         }
-        self._targets = [ReplayedForward(self, path, module) for path, module in modules.values()]
+        self._targets = [WatchedForward(self, path, module) for path, module in modules.values()]
         self._running: list[ReplayedCall | Collector] = []
         self._thread = get_ident()
         self._generators = Generators()
@@ -109,19 +86,9 @@ class Replays:
         """True while a replayed call runs, for the first time or again."""
         return bool(self._running)
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Let calls of the modules come here; restore their own ``forward`` at the end."""
-        spaces = [target.module.__dict__ for target in self._targets]
-        before = [{k: space[k] for k in ("forward",) if k in space} for space in spaces]
-        try:
-            for target, space in zip(self._targets, spaces, strict=True):
-                space["forward"] = target
-            yield
-        finally:
-            for space, own in zip(spaces, before, strict=True):
-                space.pop("forward", None)
-                space.update(own)
+        return watched(self._targets)
 
     @contextmanager
     def rebuilding(self, target: Target, collector: Collector) -> Iterator[None]:
@@ -138,7 +105,7 @@ class Replays:
             self._thread = outer
 
     def call(
-        self, target: ReplayedForward, arguments: tuple[Any, ...], keywords: dict[str, Any]
+        self, target: WatchedForward, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         """Run a call of a replayed module."""
         if get_ident() != self._thread or not torch.is_grad_enabled():
@@ -147,8 +114,9 @@ class Replays:
         if isinstance(outer, Collector):
             return outer.run_inner(target.forward, arguments, keywords)
         target.calls += 1
-        devices = _devices(target.module, arguments, keywords)
-        state = CallState(target.module, target.path, devices, self._generators)
+        devices = devices_of(target.module, arguments, keywords)
+        objects = (*arguments, *keywords.values())
+        state = CallState(target.module, target.path, devices, self._generators, objects)
         inputs = Inputs((arguments, keywords), partial(self._hold_input, target.path, outer))
         what = Target(target.path, target.calls, target.forward)
         call = ReplayedCall(self, what, inputs, state)
@@ -201,11 +169,6 @@ class Replays:
             outer.skip()
             return HeldInput(constant, None, is_exact=True)
         return HeldInput(outer.hold(tensor), None, outer.is_exact)
-
-
-def _devices(module: nn.Module, *inputs: Any) -> set[torch.device]:
-    tensors = [*distinct_tensors(inputs), *module.parameters()]
-    return {tensor.device for tensor in tensors}
 
 
 def _find(model: nn.Module, path: str, replayable: Collection[nn.Module]) -> nn.Module:

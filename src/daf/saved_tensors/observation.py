@@ -55,7 +55,12 @@ class ModuleCall:
     forward_ms: float = 0.0
     inputs: list[tuple[int, int]] = field(default_factory=list)
     output_bytes: int = 0
-    replayable: bool = True  # none of its inputs was changed in place afterwards
+    replayable: bool = True
+    replay_refusal: str = ""  # why it is not replayable
+
+    def refuse(self, reason: str) -> None:
+        """Note why the call must not be replayed."""
+        self.replayable, self.replay_refusal = False, self.replay_refusal or reason
 
     @property
     def operators(self) -> int:
@@ -99,6 +104,11 @@ class Observation:
     part_bytes: int = 0  # likewise of a fused activation
     norm_part_bytes: int = 0  # likewise of a normalisation
     process_bytes: int = 0  # the process's peak less what it held before
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that were held instead of saved tensors."""
+        return sum(each.held_bytes for each in self.saves)
 
     @property
     def coding_ms(self) -> float:

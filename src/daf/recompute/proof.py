@@ -1,0 +1,232 @@
+"""Proof that calls of modules repeat themselves, on the user's own model and loss.
+
+After a forward pass every call runs again as a replay would run it: from the inputs and the state
+that it found, when all that ran after it has left its traces. What it saves and returns must have
+the same bits as before. Calls inside a call run within that one, and once more by themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from daf.codecs.scratch import Scratch
+from daf.core.errors import SavedTensorError
+from daf.core.policy import Site
+from daf.recompute.call_inputs import HeldInput, Inputs, distinct_tensors
+from daf.recompute.call_state import CallState
+from daf.recompute.fingerprint import Fingerprint
+from daf.recompute.random_state import Generators
+from daf.recompute.replay import SAVE_WHAT_IS_UNDEFINED
+from daf.recompute.watched_forward import WatchedForward, devices_of, watched
+from daf.saved_tensors.ledger import strided_parts
+from daf.saved_tensors.packed_tensor import Kept
+from daf.torch_compat.autograd_graph import pack_hook, storage_address, without_torch_function
+from daf.torch_compat.compiled_modules import CompiledModules
+from daf.torch_compat.compiler_stance import eagerly
+from daf.torch_compat.operator_mode import OperatorMode
+
+NO_ROOM = "the budget has no room to hold what it is given while that is tried"
+NO_TIME = "trying it would take longer than the step itself"
+_OTHER_SAVES = (
+    "called again from the same state, it does not save the same values: it draws from a generator "
+    "elsewhere, or reads what others change"
+)
+_OTHER_RESULT = "called again from the same state, it does not return the same values"
+
+
+class _Call(NamedTuple):
+    """One call of the first pass, and what it saved and returned."""
+
+    path: str
+    forward: Callable[..., Any]
+    inputs: Inputs
+    state: CallState
+    saves: tuple[Fingerprint, ...]
+    results: tuple[Fingerprint, ...]
+    seconds: float  # that it took, saves read included
+
+
+class ReplayProof:
+    """Watches one forward pass inside ``watching``, then runs the calls of ``paths`` again.
+
+    Args:
+        model: of which ``paths`` are modules, the most important ones first.
+        room_bytes: the most that inputs of calls may hold, and what is saved is not held; None:
+            there is room for all of it.
+        deadline_s: of ``time.perf_counter``; what is not proven by then is refused.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        paths: Sequence[str],
+        room_bytes: int | None = None,
+        deadline_s: float = float("inf"),
+    ) -> None:
+        modules = CompiledModules(model).replayable()
+        self._order = {path: place for place, path in enumerate(paths)}
+        self._targets = [
+            WatchedForward(self, path, each) for path, each in modules if path in self._order
+        ]
+        self._constants = set[int]().union(*map(_storages, model.parameters()))
+        self._room_bytes = room_bytes
+        self._deadline_s = deadline_s
+        self._refusals: dict[str, str] = {}
+        self._calls: list[_Call] = []
+        self._saves = _Saves(self._constants, holds=room_bytes is None)
+        self._held: set[int] = set()
+        self._generators = Generators()
+        self._thread = get_ident()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the forward pass and the loss, which run inside."""
+        with watched(self._targets), self._saves.watching():
+            yield
+
+    def call(
+        self, target: WatchedForward, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """Run a call, and note what it found, saved and returned."""
+        is_watched = get_ident() == self._thread and torch.is_grad_enabled()
+        if not is_watched or not self._saves.sees or target.path in self._refusals:
+            return target.forward(*arguments, **keywords)
+        with without_torch_function():
+            has_room = self._has_room((arguments, keywords))
+            if has_room:
+                devices = devices_of(target.module, arguments, keywords)
+                objects = (*arguments, *keywords.values())
+                state = CallState(target.module, target.path, devices, self._generators, objects)
+                inputs = Inputs((arguments, keywords), self._hold)
+        if not has_room:
+            self._refusals[target.path] = NO_ROOM
+            return target.forward(*arguments, **keywords)
+        first, start_s = len(self._saves.found), time.perf_counter()
+        result = target.forward(*arguments, **keywords)
+        with without_torch_function():
+            what = (target.path, target.forward, inputs, state, self._saves.since(first))
+            self._note(_Call(*what, _all_of(result), time.perf_counter() - start_s))
+        return result
+
+    def _has_room(self, nest: Any) -> bool:
+        """Count the storages of a call's inputs; False if they exceed the room."""
+        if self._room_bytes is None:
+            return True
+        parts = [part for tensor in distinct_tensors(nest) for part in strided_parts(tensor)]
+        new = {storage_address(each): each.untyped_storage().nbytes() for each in parts}
+        for address in self._constants | self._held:
+            new.pop(address, None)
+        if sum(new.values()) > self._room_bytes:
+            return False
+        self._room_bytes -= sum(new.values())
+        self._held.update(new)
+        return True
+
+    def _hold(self, tensor: Tensor, index: int) -> HeldInput:
+        kept = Kept(tensor, tensor._version, Site("", "input", 0, index))
+        return HeldInput(kept, None, is_exact=True)
+
+    def _note(self, call: _Call) -> None:
+        try:
+            call.state.finish(lambda _: None)
+            call.inputs.check_unchanged(call.path)
+        except SavedTensorError as error:
+            self._refusals[call.path] = str(error)
+            return
+        self._calls.append(call)
+
+    def run_again(self) -> Mapping[str, str]:
+        """Run every call again; return why modules (by path) must not be replayed."""
+        self._calls.sort(key=lambda call: -self._order[call.path])
+        while self._calls:
+            call = self._calls.pop()
+            if call.path not in self._refusals:
+                is_late = time.perf_counter() + call.seconds > self._deadline_s
+                reason = NO_TIME if is_late else self._differs(call)
+                if reason:
+                    self._refusals[call.path] = reason
+        return self._refusals
+
+    def _differs(self, call: _Call) -> str:
+        """Return how the second run of a call differs; empty where it does not."""
+        saves = _Saves(self._constants, holds=True)
+        try:
+            arguments, keywords = call.inputs.restore(Scratch())
+            with call.state.restored(), saves.watching(), eagerly():
+                result = call.forward(*arguments, **keywords)
+        except Exception as error:  # a module's own, which the first run did not raise
+            return f"called again from the same state, it raised {type(error).__name__}: {error}"
+        if not _are_alike(call.saves, saves.since(0)):
+            return _OTHER_SAVES
+        return "" if _are_alike(call.results, _all_of(result)) else _OTHER_RESULT
+
+
+class _Saves:
+    """Fingerprints of what autograd saves inside ``watching``, but for memory of ``constants``."""
+
+    def __init__(self, constants: set[int], *, holds: bool) -> None:
+        self.found: list[Fingerprint] = []
+        self._constants = constants
+        self._holds = holds
+        self._is_undefined = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what is saved inside."""
+        with ExitStack() as stack:
+            stack.enter_context(OperatorMode(self._run))
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            stack.enter_context(hooks)
+            yield
+
+    @property
+    def sees(self) -> bool:
+        """True unless somebody else's hooks (checkpointing) take what is saved."""
+        return bool(pack_hook() == self._pack)
+
+    def since(self, first: int) -> tuple[Fingerprint, ...]:
+        """Return the fingerprints from the ``first`` on."""
+        return tuple(self.found[first:])
+
+    def _run(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> Any:
+        self._is_undefined = function in SAVE_WHAT_IS_UNDEFINED
+        return function(*arguments, **keywords)
+
+    def _pack(self, tensor: Tensor) -> Tensor | None:
+        with without_torch_function():
+            if not self._is_constant(tensor) and not self._is_undefined:
+                self.found.append(Fingerprint.whole(tensor))
+            return tensor.detach() if self._holds else None
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        storages = _storages(tensor)
+        return bool(storages) and storages <= self._constants
+
+    def _unpack(self, packed: Tensor | None) -> Tensor:
+        if packed is None:
+            raise SavedTensorError(f"a module differentiates in its forward pass: {NO_ROOM}")
+        return packed
+
+
+def _storages(tensor: Tensor) -> set[int]:
+    return {storage_address(part) for part in strided_parts(tensor)}
+
+
+def _all_of(nest: Any) -> tuple[Fingerprint, ...]:
+    return tuple(map(Fingerprint.whole, distinct_tensors(nest)))
+
+
+def _are_alike(first: tuple[Fingerprint, ...], second: tuple[Fingerprint, ...]) -> bool:
+    return len(first) == len(second) and not any(
+        one.form != other.form or bool(one.differs(other))
+        for one, other in zip(first, second, strict=True)
+    )

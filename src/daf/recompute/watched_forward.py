@@ -1,0 +1,66 @@
+"""Calls of modules that go through somebody else, by a ``forward`` set on each module meanwhile."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from daf.recompute.call_inputs import distinct_tensors
+
+
+class Runner(Protocol):
+    """What runs the calls of watched modules."""
+
+    def call(
+        self, target: WatchedForward, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """Run one call."""
+
+
+class WatchedForward:
+    """What takes the place of a module's ``forward`` inside ``watched``."""
+
+    def __init__(self, runner: Runner, path: str, module: nn.Module) -> None:
+        self.path = path
+        self.module = module
+        self.forward: Callable[..., Any] = module.forward
+        self.calls = -1
+        self._runner = runner
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Let the runner run the module's own ``forward``."""
+        return self._runner.call(self, arguments, keywords)
+
+    def __reduce__(self) -> Any:
+        """Give copies and pickles of the module its own ``forward``."""
+        return _own_forward, (self.module,)
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    return types.MethodType(type(module).forward, module)
+
+
+@contextmanager
+def watched(targets: Sequence[WatchedForward]) -> Iterator[None]:
+    """Let calls of the modules go through ``targets``; restore their own ``forward`` at the end."""
+    spaces = [target.module.__dict__ for target in targets]
+    before = [{k: space[k] for k in ("forward",) if k in space} for space in spaces]
+    try:
+        for target, space in zip(targets, spaces, strict=True):
+            space["forward"] = target
+        yield
+    finally:
+        for space, own in zip(spaces, before, strict=True):
+            space.pop("forward", None)
+            space.update(own)
+
+
+def devices_of(module: nn.Module, *inputs: Any) -> set[torch.device]:
+    """Return the devices of the inputs' tensors and of the module's parameters."""
+    tensors = [*distinct_tensors(inputs), *module.parameters()]
+    return {tensor.device for tensor in tensors}
