@@ -88,12 +88,12 @@ def _about_micro_batch(table: Table) -> str:
 
 
 def _about_refused_replays(table: Table) -> Iterator[str]:
-    """Yield a line for every module that must not be replayed, but those inside another one."""
+    """Yield a line for every module that must not be replayed, but for those inside such a one."""
     profile = table.profile
     refusals = profile.replay_refusals
     for module, reason in refusals.items():
         callers = accumulate(module.split(".")[:-1], "{}.{}".format)
-        if not any(caller in refusals for caller in callers):
+        if not any(refusals.get(caller) == reason for caller in callers):
             held = {
                 each.storage: each.storage_bytes.at(table.micro_batch)
                 for each in profile.savings

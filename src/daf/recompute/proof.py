@@ -60,7 +60,8 @@ class ReplayProof:
         model: of which ``paths`` are modules, the most important ones first.
         room_bytes: the most that inputs of calls may hold, and what is saved is not held; None:
             there is room for all of it.
-        deadline_s: of ``time.perf_counter``; what is not proven by then is refused.
+        deadline_s: of ``time.thread_time``, which other processes do not use up; what is not
+            proven by then is refused.
     """
 
     def __init__(
@@ -108,11 +109,11 @@ class ReplayProof:
         if not has_room:
             self._refusals[target.path] = NO_ROOM
             return target.forward(*arguments, **keywords)
-        first, start_s = len(self._saves.found), time.perf_counter()
+        first, start_s = len(self._saves.found), time.thread_time()
         result = target.forward(*arguments, **keywords)
         with without_torch_function():
             what = (target.path, target.forward, inputs, state, self._saves.since(first))
-            self._note(_Call(*what, _all_of(result), time.perf_counter() - start_s))
+            self._note(_Call(*what, _all_of(result), time.thread_time() - start_s))
         return result
 
     def _has_room(self, nest: Any) -> bool:
@@ -148,7 +149,7 @@ class ReplayProof:
         while self._calls:
             call = self._calls.pop()
             if call.path not in self._refusals:
-                is_late = time.perf_counter() + call.seconds > self._deadline_s
+                is_late = time.thread_time() + call.seconds > self._deadline_s
                 reason = NO_TIME if is_late else self._differs(call)
                 if reason:
                     self._refusals[call.path] = reason
