@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from daf.core.step_report import StepReport
     from daf.operators.chunked.cross_entropy import chunked_cross_entropy
     from daf.session.session import Session
+    from daf.step.batch_cut import BatchSplit
 
 __all__ = [
+    "BatchSplit",
     "BudgetError",
     "DafError",
     "NonFiniteLossError",
@@ -24,6 +26,7 @@ __all__ = [
 
 # Imported when first asked for: ``daf --help`` and the planner need no torch.
 _MODULES = {
+    "BatchSplit": "daf.step.batch_cut",
     "BudgetError": "daf.core.errors",
     "DafError": "daf.core.errors",
     "NonFiniteLossError": "daf.core.errors",

@@ -22,6 +22,8 @@ from daf.step import gradient
 from daf.step.context import StepContext
 from daf.step.gradient import GradientStep
 from daf.step.gradient_release import GradientRelease
+from daf.step.microbatch import likely_cut
+from daf.step.splitting import SplitChoice
 from daf.step.state_snapshot import StepSnapshot
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -92,7 +94,9 @@ class Steps:
 
     def run(self, batch: Any, loss_fn: Callable[..., Any], micro_batch: int) -> float:
         plan = Plan(self.policy, micro_batch, predicted_peak_bytes=0)
-        context, snapshot = StepContext.of(batch, loss_fn, index=3), StepSnapshot(self.model)
+        context = StepContext.of(self.model, batch, loss_fn, index=3)
+        context.choose(SplitChoice(likely_cut(batch)))
+        snapshot = StepSnapshot(self.model)
         return self.gradient.run(context, plan, snapshot, planned=False)
 
 

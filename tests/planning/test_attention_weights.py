@@ -40,7 +40,6 @@ from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.gradient_passes import Passes
 from daf.sensitivity.tracker import MEASURED_UNDER, Room, measured_under
 from daf.session.session import Session
-from daf.step.context import StepContext
 
 Batch = tuple[Tensor, Tensor]
 CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)
@@ -242,7 +241,7 @@ def chunked_profile(model: nn.Module, batch: Batch) -> Profile:
         session.prepare(batch, cross_entropy)
         with session._keeper.unbounded():
             profile = session._plan_controller.step_profiles.profile(
-                StepContext.of(batch, cross_entropy), 10**10, own=session.profile
+                session._context(batch, cross_entropy), 10**10, own=session.profile
             )
     assert profile.score_sites
     return profile

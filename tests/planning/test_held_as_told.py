@@ -17,7 +17,6 @@ from daf.planning.option_costs import OptionCosts
 from daf.planning.options import Allowed, OptionMaker, families
 from daf.planning.table import lawful, level_selection, make_table
 from daf.session.session import Session
-from daf.step.context import StepContext
 
 CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)
 WIDTH = 64
@@ -195,7 +194,7 @@ def test_a_gradient_that_the_loss_makes_is_as_large_for_smaller_pieces() -> None
         session.prepare(batch, loss)
         with session._keeper.unbounded():
             profile = session._plan_controller.step_profiles.profile(
-                StepContext.of(batch, loss), 10**10, own=session.profile
+                session._context(batch, loss), 10**10, own=session.profile
             )
     made = [each for each in profile.savings if each.site.operator == "autograd.Function"]
     assert model.head.weight.nbytes in [each.storage_bytes.at(1) for each in made]

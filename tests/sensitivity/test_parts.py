@@ -15,7 +15,7 @@ from daf.core.policy import Method, Site, Treatment
 from daf.sensitivity.prior import energy_beside_means
 from daf.sensitivity.schedule import Schedule
 from daf.sensitivity.site_groups import alike_groups
-from daf.sensitivity.sketch import GradientSketcher, sample_variance
+from daf.step.gradient_sketch import GradientSketcher, sample_variance
 
 
 def test_sketched_distances_are_right() -> None:

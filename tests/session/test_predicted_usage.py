@@ -19,7 +19,6 @@ from daf.planning.candidate import Candidate
 from daf.planning.options import Allowed
 from daf.planning.table import Table, kept_selection, lawful, level_selection, make_table
 from daf.session.session import Session
-from daf.step.context import StepContext
 
 MIB = 2**20
 needs_limit = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
@@ -104,7 +103,7 @@ class Step:
         if fused:
             with self.session._keeper.unbounded():
                 self.profile = self.session._plan_controller.step_profiles.profile(
-                    StepContext.of(self.x, squares), 10**10, own=self.profile
+                    self.session._context(self.x, squares), 10**10, own=self.profile
                 )
 
     def predicted(self, level: str) -> tuple[np.ndarray, Policy]:

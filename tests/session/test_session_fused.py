@@ -25,7 +25,6 @@ from daf.planning import planner
 from daf.profiling.step_observer import unseen
 from daf.session import plan_autotuner, plan_controller
 from daf.session.session import Session
-from daf.step.context import StepContext
 
 Batch = tuple[Tensor, Tensor]
 MIB = 2**20
@@ -247,7 +246,7 @@ def test_a_plan_with_fused_operators_has_no_logits() -> None:
                 own = session.profile
                 with session._keeper.unbounded():
                     measured = session._plan_controller.step_profiles.profile(
-                        StepContext.of(words, next_words), 10**10, own=own
+                        session._context(words, next_words), 10**10, own=own
                     )
                 assert measured.gains_by_fusing
                 assert [each.pattern for each in measured.fusions if each.operator == "linear"] == [

@@ -33,7 +33,6 @@ from daf.sensitivity import tracker as sensitivity_tracker
 from daf.sensitivity.noise_record import Response
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
 from daf.session.session import Session
-from daf.step.context import StepContext
 
 Batch = tuple[Tensor, Tensor]
 needs_limit = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
@@ -402,7 +401,8 @@ def test_a_new_measurement_plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         turned = shouting(found, "faint", 1e6)
         monkeypatch.setattr(sensitivity_tracker, "measure_sensitivity", lambda *_, **__: turned)
         session.noise.tracker.schedule.trained_ms = 1e9
-        session.noise.after_step(StepContext.of(batch, cross_entropy, index=1), before, 1.0, budget)
+        context = session._context(batch, cross_entropy)
+        session.noise.after_step(context, before, 1.0, budget)
         after = session.plan
         assert after is not None
         assert session.profile is not None

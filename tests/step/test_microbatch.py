@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from daf.core.errors import DataError
 from daf.step import microbatch
+from daf.torch_compat.pytree import tensors_in_batch
 
 pytestmark = pytest.mark.smoke
 
@@ -53,21 +54,22 @@ def test_micro_batches_cover_the_batch_in_order(size: int, micro_batch: int) -> 
 def test_structure_is_kept_and_tensors_are_views(batch: Any) -> None:
     part = microbatch.batch_slice(batch, 2, 5)
     assert type(part) is type(batch)
-    (cut,) = microbatch.tensors_in_batch(part)
-    (whole,) = microbatch.tensors_in_batch(batch)
+    (cut,) = tensors_in_batch(part)
+    (whole,) = tensors_in_batch(batch)
     assert cut.tolist() == [2, 3, 4]
     assert cut.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
-def test_what_does_not_share_the_first_dimension_is_not_cut() -> None:
+def test_what_does_not_share_the_dimension_of_most_is_not_cut() -> None:
     table = torch.zeros(9, 2)
-    part = microbatch.batch_slice((torch.arange(6), table), 0, 2)
-    assert part[1] is table
+    part = microbatch.batch_slice((torch.arange(6), torch.arange(6), table), 0, 2)
+    assert part[2] is table
 
 
-def test_a_batch_without_a_tensor_is_an_error() -> None:
-    with pytest.raises(DataError, match="found dict without a tensor"):
-        microbatch.batch_size({"a": 1})
+@pytest.mark.parametrize("batch", [{"a": 1}, ["words"], object(), torch.zeros(())])
+def test_a_batch_without_a_tensor_to_cut_counts_as_one_example(batch: Any) -> None:
+    assert microbatch.batch_size(batch) == 1
+    assert microbatch.micro_batches(batch, 1) == [batch]
 
 
 @pytest.mark.parametrize("result", [torch.zeros(3), 0.5, (1.0, 2.0, 3.0), None])

@@ -35,6 +35,10 @@ class BudgetError(DafError, MemoryError):
         self.least_bytes = least_bytes
 
 
+class SplitError(DafError, ValueError):
+    """Micro-batches of this batch do not add up to it, as those of batches before did."""
+
+
 class PoolFullError(DafError, MemoryError):
     """The paged pool cannot hold what was asked, even after evicting all that it may."""
 

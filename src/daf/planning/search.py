@@ -22,8 +22,11 @@ def micro_batch_sizes(profile: Profile) -> list[int]:
     """Return the smallest micro-batch size for every possible number of them, largest first."""
     if profile.split_refusal:
         return [profile.batch_size]
-    counts = range(1, profile.batch_size + 1)
-    return sorted({-(-profile.batch_size // count) for count in counts}, reverse=True)
+    whole, least = profile.batch_size, profile.least_micro_batch
+    sizes = {-(-whole // count) for count in range(1, whole + 1)}
+    # The last micro-batch is shorter; one below the least would have to grow the others.
+    fitting = (size for size in sizes if size >= least and not 0 < whole % size < least)
+    return sorted({whole, *fitting}, reverse=True)
 
 
 @dataclass(frozen=True, slots=True)

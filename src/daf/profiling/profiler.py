@@ -37,11 +37,13 @@ from daf.profiling.model_memory import (
 )
 from daf.profiling.profile_assembly import build
 from daf.profiling.replay_proof import ProofLimits, most_ms, prove_replays, refuse_replays
+from daf.profiling.split_choice import CutChooser
 from daf.profiling.step_observer import Observer
 from daf.saved_tensors.observation import Observation
 from daf.step.context import StepContext
 from daf.step.dry_run import EXAMPLES, dry_run
-from daf.step.microbatch import read_loss, split_refusal
+from daf.step.microbatch import read_loss
+from daf.step.splitting import NOT_PROVEN
 from daf.step.state_snapshot import preserved_state
 
 # Examples, where layers take statistics over them.
@@ -78,7 +80,8 @@ class Profiler:
     begin_peak: Callable[[], object]
 
     def __post_init__(self) -> None:
-        self._refusal = "" if self.allow_split else split_refusal(self.model)
+        self._refusal, self._least = NOT_PROVEN, 1
+        self.proof_ms = 0.0
         self._operators = _Operators()
         self._beside_bytes = 0
 
@@ -98,10 +101,16 @@ class Profiler:
         Raises:
             PoolFullError: the pool cannot hold even the smallest step of the tightest policy.
         """
-        examples, device = context.info.examples, device_of(self.model)
-        self._operators = _Operators(examples, chunk_bytes_on(device)) if own else _Operators()
+        device = device_of(self.model)
+        self._operators = _Operators()
         with preserved_state(self.model, gradients=True):
-            expected = self._expectation(context, own, on_progress)
+            on_progress("the smallest step, and whether parts add up to the batch")
+            smallest = None if own else self._choose_cut(context, budget_bytes)
+            self._refusal, self._least = context.choice.refusal, context.choice.cut.least
+            examples = context.info.examples
+            if own:
+                self._operators = _Operators(examples, chunk_bytes_on(device))
+            expected = self._expectation(context, own, smallest)
             if own is not None:
                 on_progress("fusions")
                 self._dry_run(context, expected, budget_bytes)
@@ -124,26 +133,39 @@ class Profiler:
             return found
         return calibrated(found, times.kept[-1][0], times.coded_ms)
 
+    def _choose_cut(self, context: StepContext, budget_bytes: int) -> Observation | None:
+        chooser = CutChooser(
+            self.model,
+            self._observe,
+            self._expected,
+            self._recover,
+            allow_statistics=self.allow_split,
+        )
+        smallest = chooser.run(context, budget_bytes)
+        self.proof_ms += chooser.proof_ms
+        return smallest
+
     def _expectation(
-        self, context: StepContext, own: Profile | None, on_progress: Callable[[str], None]
+        self, context: StepContext, own: Profile | None, smallest: Observation | None
     ) -> Expectation:
         """Return the expected peak of a step of few examples.
 
-        A batch that cannot be cut needs none: a job without room for a few has none for all.
+        A batch that is not cut needs none: a job without room for a few has none for all.
         """
-        if split_refusal(self.model):
+        if context.choice.refusal or (own is None and smallest is None):
             return lambda _: 0.0
         if own is not None:
             level = partial(planner.level_peak_bytes, own, level=str(TIGHTEST_BITS))
             return lambda examples: level(examples=examples) + own.passing_bytes_at(examples)
-        on_progress("the smallest step")
-        return partial(self._expected, self._observe(context, 1))
+        assert smallest is not None
+        return partial(self._expected, smallest)
 
     def _dry_run(self, context: StepContext, expected: Expectation, budget_bytes: int) -> None:
         wanted = (min(EXAMPLES, context.info.examples),)
         examples = _sizes_within(wanted, expected, budget_bytes)[-1]
         policy = self._operators.of(TIGHTEST, examples)
-        dry_run(self.capture, self.model, policy, context.batch, context.loss_fn, examples)
+        cut = context.choice.cut
+        dry_run(self.capture, self.model, policy, context.batch, context.loss_fn, examples, cut)
 
     def _observations(
         self,
@@ -279,6 +301,7 @@ class Profiler:
             update_bytes=passing,
             passing_bytes=self._beside_tensors(observations),
             split_refusal=self._refusal,
+            least_micro_batch=self._least,
             recycles=self.keeper.recycles,
             chunk_bytes=self._operators.chunk_bytes,
             part_bytes=observations[-1].norm_part_bytes,
@@ -311,6 +334,10 @@ class Profiler:
     def _make_room(self) -> None:
         self.capture.release_scratch()
         self.keeper.flush()
+
+    def _recover(self) -> None:
+        self._drop_gradients()
+        self._make_room()
 
     def _drop_gradients(self) -> None:
         for parameter in self.model.parameters():

@@ -39,9 +39,10 @@ from daf.sensitivity.gradient_passes import Passes
 from daf.sensitivity.prior import PriorObserver, product_weight
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
 from daf.sensitivity.site_groups import alike_groups
-from daf.sensitivity.sketch import BUCKETS, sample_variance
 from daf.sensitivity.step_metric import relative_counts
-from daf.step.microbatch import LossFunction, batch_size, micro_batches, split_refusal
+from daf.step.batch_cut import BatchCut
+from daf.step.gradient_sketch import BUCKETS, sample_variance
+from daf.step.microbatch import LossFunction, likely_cut, split_refusal
 from daf.step.state_snapshot import preserved_state
 
 _SEEDED = frozenset({Method.ROTATED, Method.MINMAX})
@@ -85,6 +86,7 @@ def measure_sensitivity(
     separate_codes: bool = True,
     capture: Capture | None = None,
     relative: bool = False,
+    cut: BatchCut | None = None,
 ) -> Sensitivity:
     """Measure what every site that ``policy`` codes adds to the gradient's squared error.
 
@@ -102,6 +104,7 @@ def measure_sensitivity(
         capture: to run under; None: a new one.
         relative: count errors beside each parameter's own gradient (``step_metric``), as in steps
             of an optimizer that ``divides_by_gradients``.
+        cut: how the batch is cut into micro-batches; None: the likeliest way.
     """
     effort = effort or Effort()
     if separate_codes:
@@ -115,6 +118,7 @@ def measure_sensitivity(
             step_index=step_index,
             snapshot=snapshot,
             buckets=effort.buckets,
+            cut=cut or likely_cut(batch),
         )
         return _Measurement(model, passes, batch, policy, effort, relative=relative).run()
 
@@ -133,6 +137,7 @@ class _Measurement:
         relative: bool,
     ) -> None:
         self._passes = passes
+        self._cut = passes.cut or likely_cut(batch)
         self._batch = batch
         self._policy = policy
         self._effort = effort
@@ -163,7 +168,7 @@ class _Measurement:
         if self._relative:
             values = _unknown_as_usual(values)
         own, own_error = self._batch_variance()
-        examples = batch_size(self._batch)
+        examples = self._cut.size(self._batch)
         return Sensitivity(
             MappingProxyType(values),
             gradient_energy=float(self._base.square().sum(1) @ self._counts),
@@ -229,11 +234,12 @@ class _Measurement:
 
     def _sketch_micro_batches(self) -> list[Tensor]:
         """Return equal micro-batches' gradients without codes; none if the batch is too small."""
-        size, count = batch_size(self._batch), self._effort.micro_batches
+        size, count = self._cut.size(self._batch), self._effort.micro_batches
         if min(size, count) < 2:
             return []
         whole = size // min(size, count)
-        parts = [part for part in micro_batches(self._batch, whole) if batch_size(part) == whole]
+        cut = self._cut.parts(self._batch, whole)
+        parts = [part for part in cut if self._cut.size(part) == whole]
         exact = _as_operated(exact_policy(), self._policy, whole / size)
         return [self._passes.sketch(part, exact) for part in parts]
 
@@ -241,7 +247,7 @@ class _Measurement:
         if not self._micro_batch_sketches:
             return None, 0.0
         # The batch's gradient is the mean of the micro-batches', so it varies less.
-        size = batch_size(self._batch)
+        size = self._cut.size(self._batch)
         share = size // min(size, self._effort.micro_batches) / size
         variance = float(sample_variance(self._micro_batch_sketches).sum(1) @ self._counts)
         errors = _variance_errors(self._micro_batch_sketches) * self._counts

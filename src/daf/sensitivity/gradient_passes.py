@@ -14,8 +14,9 @@ from daf.capture.capture import Capture
 from daf.core.errors import NonFiniteLossError
 from daf.core.policy import Policy, Site
 from daf.core.reports import SiteReport
-from daf.sensitivity.sketch import BUCKETS, GradientSketcher
-from daf.step.microbatch import LossFunction, batch_size, read_loss
+from daf.step.batch_cut import BatchCut
+from daf.step.gradient_sketch import BUCKETS, GradientSketcher
+from daf.step.microbatch import LossFunction, likely_cut, read_loss
 from daf.step.state_snapshot import StateSnapshot
 
 Around = Callable[[], Any]
@@ -31,6 +32,7 @@ class Passes:
     seed: int  # with ``step_index``, determines the codes' ordinary seeds
     step_index: int
     snapshot: StateSnapshot
+    cut: BatchCut | None = None  # how batches are cut; None: the likeliest way
     buckets: int = BUCKETS  # of each parameter's sketch
     examples: int = 0  # of all passes so far
 
@@ -51,7 +53,7 @@ class Passes:
         ``elements``: (parameters,), receives how many elements of each have a gradient.
         """
         self.snapshot.restore_random()
-        examples = batch_size(batch)
+        examples = (self.cut or likely_cut(batch)).size(batch)
         self.examples += examples
         step = self.capture.step(policy, self.seed, self.step_index, batch=batch, draws=draws or {})
         with torch.enable_grad():

@@ -210,6 +210,7 @@ class SensitivityTracker:
                 separate_codes=policy is None,
                 capture=capture,
                 relative=self.is_relative,
+                cut=context.choice.cut,
             )
         except NonFiniteLossError:
             pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import nn
 
 from daf.budget.request import Budget
@@ -22,6 +24,7 @@ from daf.planning.options import Allowed
 from daf.planning.policies import strategy_named
 from daf.step.gradient_release import GradientRelease
 
+Operators = Literal["auto", "pytorch"]
 _PASSING_SHARE = 16
 _LEAST_PASSING_BYTES, _MOST_PASSING_BYTES = 2**21, 2**26
 
@@ -62,6 +65,20 @@ def refuse_what_sends_nothing(
             f"asked for host_bytes with bits={bits!r} and policy={policy!r}; under a budget only "
             "the optimal policy sends codes to the host; leave the two out, or host_bytes"
         )
+
+
+def may_fuse(operators: str, *, fused: bool) -> bool:
+    """Return False if PyTorch's own operators were asked for.
+
+    Raises:
+        ValueError: ``operators`` is neither "auto" nor "pytorch", or contradicts ``fused``.
+    """
+    if operators not in ("auto", "pytorch") or (fused and operators == "pytorch"):
+        raise ValueError(
+            f"asked for operators={operators!r} and fused={fused}; operators is 'auto', or "
+            "'pytorch' (then leave fused out)"
+        )
+    return operators == "auto"
 
 
 def fixed_policy(

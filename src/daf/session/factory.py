@@ -26,6 +26,7 @@ from daf.session.arguments import (
     allowed_treatments,
     checked_tolerance,
     fixed_policy,
+    may_fuse,
     policy_name,
     refuse_what_sends_nothing,
 )
@@ -65,6 +66,7 @@ def make_parts(
     tolerance: float | None,
     baseline_bytes: int,
     allow_batchnorm_split: bool,
+    operators: str,
     pool_bytes: str | int | None,
     release_gradients: ReleaseMode,
     spill: SpillOptions | None,
@@ -105,7 +107,7 @@ def make_parts(
     can_spill = spill is not None and isinstance(memory, ProcessMemory)
     plan_controller = PlanController(
         selector,
-        StepProfiles(model, memory, make_profiler),
+        StepProfiles(model, memory, make_profiler, may_fuse=may_fuse(operators, fused=fused)),
         noise,
         keeper,
         budget_controller,

@@ -24,6 +24,7 @@ from daf.session.plan_selector import PlanSelector
 from daf.session.resumable import Resumable
 from daf.session.step_profiles import StepProfiles
 from daf.step.context import BatchInfo, StepContext
+from daf.step.splitting import NOT_PROVEN
 
 # PyTorch's kernels of another plan stay in the process for good: 4 MB over budget were seen. A
 # trial plan is refused that memory, and the plan before goes on.
@@ -112,6 +113,8 @@ class PlanController(Resumable):
             self.selector.forget()
         self.selector.between_steps()
         plan = self._adopt(self.prepare(context))
+        if self._cuts_unproven(self.selector.running or plan, context):
+            plan = self._with_proof(context)
         is_new = self.selector.autotuner.is_trying_another
         self.keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
         return self._whole(self.selector.running or plan, context.info)
@@ -183,6 +186,28 @@ class PlanController(Resumable):
         tighter = self.selector.tighten(plan)
         self.keeper.flush()  # what planning held
         return None if tighter is None else self._adopt(tighter)
+
+    def _cuts_unproven(self, plan: Plan, context: StepContext) -> bool:
+        return bool(context.choice.refusal) and plan.micro_batch < context.info.examples
+
+    def _with_proof(self, context: StepContext) -> Plan:
+        """Return a plan for a batch of another structure, or another loss, than the plan's."""
+        if context.choice.refusal != NOT_PROVEN:
+            return self.stop_splitting(context, context.choice.refusal)
+        self.selector.forget()
+        return self._adopt(self.prepare(context))
+
+    def stop_splitting(self, context: StepContext, reason: str) -> Plan:
+        """Plan anew for whole batches of this kind, whose parts turned out not to add up.
+
+        Raises:
+            BudgetError: the budget does not hold a whole batch.
+        """
+        context.choose(replace(context.choice, refusal=reason))
+        if self.budget_bytes is None:
+            return self._without_budget(context.info)
+        self.selector.refuse_splitting(reason)
+        return self._replan(self.budget_bytes)
 
     def refusal(self) -> BudgetError:
         """Return the error to raise when no plan can hold the step."""

@@ -123,6 +123,11 @@ class PlanSelector(Resumable):
         self.settle_on(None)
         self.autotuner.forget()
 
+    def refuse_splitting(self, reason: str) -> None:
+        """Plan for whole batches from now on."""
+        self.autotuner.forget()
+        self.profiles = self._measured.changed(lambda each: replace(each, split_refusal=reason))
+
     def begin(
         self, profiles: Profiles, budget_bytes: int, weigh: Weigh = lambda profiles, _: profiles
     ) -> Plan:

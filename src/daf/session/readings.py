@@ -93,6 +93,16 @@ class SessionReadings:
         return self._plan_controller.step_profiles.fusion_refusal
 
     @property
+    def split_refusal(self) -> str:
+        """Why batches are not cut into micro-batches; empty if they may be, or before a plan."""
+        return "" if self.profile is None else self.profile.split_refusal
+
+    @property
+    def proof_ms(self) -> float:
+        """Time spent on showing that levers change nothing, so far."""
+        return self._plan_controller.step_profiles.proof_ms
+
+    @property
     def release_refusal(self) -> str:
         """Why the last step released no gradients although that was asked for; else empty."""
         return self._gradient.release.refusal

@@ -21,12 +21,14 @@ from daf.core.units import parse_optional_bytes
 from daf.offload.spill import SpillOptions
 from daf.profiling.model_memory import parameter_bytes
 from daf.sensitivity.result import Sensitivity
-from daf.session.arguments import asked_memory, refuse_budget_elsewhere
+from daf.session.arguments import Operators, asked_memory, refuse_budget_elsewhere
 from daf.session.factory import make_parts
 from daf.session.readings import SessionReadings
+from daf.step.batch_cut import BatchDim
 from daf.step.context import StepContext
 from daf.step.gradient_release import ReleaseMode
 from daf.step.microbatch import LossFunction
+from daf.step.splitting import Split, Splitting
 
 
 class Session(SessionReadings):
@@ -58,6 +60,13 @@ class Session(SessionReadings):
         baseline_bytes: bytes of the process before the model existed; by default the resident size
             now, less the model.
         allow_batchnorm_split: permit micro-batches although batch statistics then change.
+        split: "auto" cuts a batch only where a few examples have shown that the parts' losses and
+            gradients add up to the whole's; False never cuts; True takes your word in place of that
+            proof; a ``BatchSplit`` cuts batches of your own. ``split_refusal`` says why not.
+        batch_dim: the dimension that runs over examples, the same in every tensor that has one, or
+            one (None: not cut) for each field of the batch. None: the first, where that is clear.
+        operators: "auto" fuses and chunks operators where that pays and was proven the same;
+            "pytorch" runs PyTorch's own, always.
         pool_bytes: most bytes of codes, in the process and on each GPU, as bytes or ``"200MB"``;
             None: no cap of their own. Below what codes need, planes of ``rotated`` codes are
             evicted, least important first, down to one bit; reports say how much. The attribute may
@@ -88,7 +97,8 @@ class Session(SessionReadings):
             bounded; ``host_bytes`` for a model on the CPU.
         UnknownNameError: no policy has the name ``policy``.
         ValueError: ``bits`` names no policy; ``bits`` and ``policy`` together; a negative
-            tolerance; ``fused`` under a budget; ``host_bytes`` where nothing would be sent.
+            tolerance; ``fused`` under a budget; ``host_bytes`` where nothing would be sent;
+            ``split`` or ``operators`` of another value.
     """
 
     def __init__(
@@ -104,6 +114,9 @@ class Session(SessionReadings):
         seed: int = 0,
         baseline_bytes: int | None = None,
         allow_batchnorm_split: bool = False,
+        split: Split = "auto",
+        batch_dim: BatchDim = None,
+        operators: Operators = "auto",
         pool_bytes: str | int | None = None,
         release_gradients: ReleaseMode = False,
         spill: SpillOptions | None = None,
@@ -116,6 +129,7 @@ class Session(SessionReadings):
         memory = asked_memory(model, budget)
         self.baseline_bytes = baseline_bytes or max(0, memory.held_bytes() - parameter_bytes(model))
         self._seed = seed
+        self._splitting = Splitting(split, batch_dim)
         parts = make_parts(
             model,
             optimizer,
@@ -127,6 +141,7 @@ class Session(SessionReadings):
             tolerance=tolerance,
             baseline_bytes=self.baseline_bytes,
             allow_batchnorm_split=allow_batchnorm_split,
+            operators=operators,
             pool_bytes=pool_bytes,
             release_gradients=release_gradients,
             spill=spill,
@@ -205,7 +220,7 @@ class Session(SessionReadings):
         """Profile on this batch and plan; model, gradients and random states stay unchanged.
 
         Args:
-            batch: any nest of tensors whose first dimension is the batch's.
+            batch: as ``step`` takes it.
             loss_fn: as ``step`` takes it.
             on_progress: called with what is about to be measured.
 
@@ -217,14 +232,15 @@ class Session(SessionReadings):
     def step(self, batch: Any, loss_fn: LossFunction) -> StepReport:
         """Train one step: the gradient of the mean loss over the batch, then the optimizer.
 
-        A batch with more bytes than any before it is profiled and planned for anew.
+        A batch with more bytes than any before it is profiled and planned for anew, and so is one
+        of another structure, or under another loss function.
 
         Args:
-            batch: any nest of tensors whose first dimension is the batch's.
+            batch: any nest of tensors, or any object. What cannot be cut into examples runs whole.
             loss_fn: ``loss_fn(model, batch)`` returns a scalar mean loss, or ``(sum, weight)``.
 
         Raises:
-            DataError: the batch has no tensor with a first dimension.
+            DataError: the batch has no such dimension as ``batch_dim`` says.
             BudgetError: the budget cannot hold the step.
             PoolFullError: ``pool_bytes`` cannot hold the codes, and no tighter plan is known.
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
@@ -235,7 +251,8 @@ class Session(SessionReadings):
         return self._runner.run(self._context(batch, loss_fn))
 
     def _context(self, batch: Any, loss_fn: LossFunction) -> StepContext:
-        return StepContext.of(batch, loss_fn, self._seed, self._runner.counters.step_index)
+        index = self._runner.counters.step_index
+        return StepContext.of(self.model, batch, loss_fn, self._splitting, self._seed, index)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on as this one would have (JSON-able)."""
@@ -245,6 +262,7 @@ class Session(SessionReadings):
             "noise": self._noise.state_dict(),
             "rollback": rollback,
             "seed": self._seed,
+            "splitting": self._splitting.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -254,6 +272,7 @@ class Session(SessionReadings):
             ValueError: the plan's codes wait in host memory, and this session has none.
         """
         self._seed = state["seed"]
+        self._splitting.load_state_dict(state["splitting"])
         self._runner.counters.load_state_dict(state)
         self._noise.load_state_dict(state["noise"])
         self._runner.rollback.load_state_dict(state["rollback"])

@@ -24,12 +24,17 @@ ROOM_TO_MEASURE = 4
 
 @dataclass(eq=False)
 class StepProfiles:
-    """Measures one session's profiles; ``memory`` is what the budget bounds."""
+    """Measures one session's profiles; ``memory`` is what the budget bounds.
+
+    ``may_fuse``: False where the user wants PyTorch's operators; ``proof_ms``: spent on proofs.
+    """
 
     model: nn.Module
     memory: MemoryDomain
     make_profiler: Callable[[], Profiler]
+    may_fuse: bool = True
     fusion_refusal: str = ""
+    proof_ms: float = 0.0
 
     def refuse_without_room(self, budget_bytes: int) -> None:
         """Refuse a hopeless budget where the machine has no room to measure what it would need.
@@ -63,7 +68,7 @@ class StepProfiles:
         """
         self.fusion_refusal = ""
         # Fused operators read codes, which need kernels where the model is.
-        can_fuse = can_fuse and can_code_on(device_of(self.model))
+        can_fuse = can_fuse and self.may_fuse and can_code_on(device_of(self.model))
         own = self.profile(context, budget_bytes, on_progress)
         if not can_fuse or planner.kept_peak_bytes(own) <= budget_bytes:
             return Profiles(own)
@@ -82,4 +87,7 @@ class StepProfiles:
         own: Profile | None = None,
     ) -> Profile:
         """Return one profile; the arguments are those of ``Profiler.profile``."""
-        return self.make_profiler().profile(context, budget_bytes, own, on_progress)
+        profiler = self.make_profiler()
+        found = profiler.profile(context, budget_bytes, own, on_progress)
+        self.proof_ms += profiler.proof_ms
+        return found

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from daf.capture.capture import Capture
-from daf.core.errors import DivergedError, NonFiniteLossError, PoolFullError
+from daf.core.errors import DivergedError, NonFiniteLossError, PoolFullError, SplitError
 from daf.core.plan import Plan
 from daf.core.step_report import StepReport
 from daf.memory.keeper import Keeper
@@ -26,7 +26,7 @@ from daf.step.gradient import GradientStep
 from daf.step.state_snapshot import StepSnapshot
 from daf.torch_compat import compiler
 
-_Refusal = TypeVar("_Refusal", PoolFullError, RuntimeError)
+_Refusal = TypeVar("_Refusal", PoolFullError, RuntimeError, SplitError)
 
 
 @dataclass(eq=False)
@@ -58,6 +58,9 @@ class StepRetries:
             if isinstance(found, float):
                 return found, plan
             self._clear_away(snapshot)
+            if isinstance(found, SplitError):
+                plan = self.plan_controller.stop_splitting(context, str(found))
+                continue
             tighter = self.plan_controller.tighter(plan) if is_planned else None
             if tighter is None:
                 if not is_planned or isinstance(found, PoolFullError):
@@ -67,12 +70,14 @@ class StepRetries:
 
     def _attempt(
         self, context: StepContext, plan: Plan, snapshot: StepSnapshot, *, planned: bool
-    ) -> float | PoolFullError | RuntimeError:
-        """Return the loss, or the error of a refused allocation; raise any other error."""
+    ) -> float | PoolFullError | RuntimeError | SplitError:
+        """Return the loss, or the error that another plan can mend; raise any other error."""
         refusals = self.keeper.refusals()
         try:
             return self.gradient.run(context, plan, snapshot, planned=planned)
         except PoolFullError as error:
+            return _bare(error)
+        except SplitError as error:
             return _bare(error)
         except RuntimeError as error:
             if not self.keeper.has_refused(error, refusals):

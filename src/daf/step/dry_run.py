@@ -11,7 +11,8 @@ from torch import nn
 
 from daf.capture.capture import Capture
 from daf.core.policy import Policy
-from daf.step.microbatch import LossFunction, batch_size, batch_slice
+from daf.step.batch_cut import BatchCut
+from daf.step.microbatch import LossFunction, likely_cut
 from daf.step.state_snapshot import preserved_state
 
 EXAMPLES = 4  # batch statistics need several; tensors of fewer elements are not worth fusing
@@ -24,14 +25,26 @@ def dry_run(
     batch: Any,
     loss_fn: LossFunction,
     examples: int = EXAMPLES,
+    cut: BatchCut | None = None,
 ) -> None:
     """Run ``loss_fn`` forward on the first examples of ``batch``; nothing of the model changes.
 
-    Afterwards ``capture.fusions()`` lists what later steps of the capture will fuse.
+    ``cut``: how to cut the batch; None: the likeliest way. Where no part runs, the whole batch
+    does. Afterwards ``capture.fusions()`` lists what later steps of the capture will fuse.
 
     Raises:
         CodecError: the policy asks for a treatment that is unsound at a site.
     """
-    part = batch_slice(batch, 0, min(examples, batch_size(batch)))
-    with preserved_state(model), capture.step(policy, seed=0, step_index=0, batch=part):
-        loss_fn(model, part)
+    cut = cut or likely_cut(batch)
+    is_whole = cut.size(batch) <= examples
+
+    def forward(part: Any) -> None:
+        with preserved_state(model), capture.step(policy, seed=0, step_index=0, batch=part):
+            loss_fn(model, part)
+
+    try:
+        forward(batch if is_whole else cut.take(batch, 0, examples))
+    except Exception:  # the user's own code may raise anything for a part
+        if is_whole:
+            raise
+        forward(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,40 +21,42 @@ from daf.memory.domain import device_of
 from daf.step.context import StepContext
 from daf.step.dry_run import dry_run
 from daf.step.gradient_release import GradientRelease
-from daf.step.microbatch import WeightedLoss, batch_size, micro_batches, read_loss, scale_gradients
+from daf.step.loss_weights import LossWeights, PartWeights
+from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
 from daf.step.nonfinite import first_nonfinite
 from daf.step.state_snapshot import StepSnapshot
 from daf.torch_compat.compiled_modules import CompiledModules
 
 
 class _Losses:
-    """Mean losses of micro-batches; reading one waits. ``refuse`` raises for a non-finite loss."""
+    """Losses of micro-batches; reading one waits. ``refuse`` raises for a non-finite loss."""
 
     def __init__(self, refuse: Callable[[Any, float], NoReturn]) -> None:
         self._refuse = refuse
-        self._unread: list[tuple[Any, float | Tensor, Tensor]] = []
+        self._unread: list[tuple[Any, float | Tensor, Tensor, Tensor]] = []
         self._total = self.weight = 0.0
         self.is_sum = False
 
     @property
     def mean(self) -> float:
-        """Mean of all losses read."""
-        return self._total / self.weight
+        """Mean of all losses read; NaN if they weigh nothing, as plain PyTorch's."""
+        return self._total / self.weight if self.weight else math.nan
 
     def add(self, part: Any, loss: WeightedLoss) -> None:
-        """Keep a copy: a recorded graph overwrites its outputs when it runs again."""
-        self._unread.append((part, loss.weight, loss.mean.detach().clone()))
+        """Keep copies: a recorded graph overwrites its outputs when it runs again."""
+        total, mean = loss.total.detach().clone(), loss.mean.detach().clone()
+        self._unread.append((part, loss.weight, total, mean))
         self.is_sum = loss.is_sum
 
     def read(self) -> None:
         """Read all losses added since the last call."""
         unread, self._unread = self._unread, []
-        for part, part_weight, mean in unread:
-            value = mean.item()
+        for part, part_weight, total, mean in unread:
+            weight = float(part_weight)
+            value = mean.item() if weight else total.item()
             if not math.isfinite(value):
                 self._refuse(part, value)
-            weight = float(part_weight)
-            self._total += value * weight
+            self._total += value * weight if weight else value
             self.weight += weight
 
     @contextmanager
@@ -103,21 +105,26 @@ class GradientStep:
             CommittedStepError: backward failed after parameters had been updated.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        parts = micro_batches(context.batch, plan.micro_batch)
-        self._dry_run_once(context, plan.policy, parts[0])
+        parts = context.parts(plan.micro_batch)
+        self._dry_run_once(context, plan.policy)
         self.release.begin(len(parts), held_by_plan=planned and not plan.release_gradients)
         losses = _Losses(partial(self._refuse_nonfinite, context, snapshot))
+        weights = PartWeights(context.choice.weighing) if len(parts) > 1 else None
         reads_first = self._reads_first()
         for index, part in enumerate(parts):
             with losses.explaining():
-                loss = self._forward(context, plan.policy, part, index)
+                loss = self._forward(context, plan.policy, part, index, weights)
+                if loss is None:
+                    continue  # none of its labels counts
                 losses.add(part, loss)
                 if reads_first:
                     losses.read()
-                self._backward(loss, context.info.examples, is_whole=len(parts) == 1)
+                self._backward(loss, context.info.examples, is_whole=weights is None)
                 del loss
         losses.read()
-        if losses.is_sum and len(parts) > 1:
+        if math.isnan(losses.mean):
+            self._refuse_nonfinite(context, snapshot, context.batch, losses.mean)
+        if losses.is_sum and weights is not None:
             scale_gradients(list(self._model.parameters()), 1.0 / losses.weight)
         return losses.mean
 
@@ -129,24 +136,35 @@ class GradientStep:
             each._post_accumulate_grad_hooks for each in self._model.parameters()
         )
 
-    def _dry_run_once(self, context: StepContext, policy: Policy, part: Any) -> None:
+    def _dry_run_once(self, context: StepContext, policy: Policy) -> None:
         """Find in the first step what may be fused; larger tensors show it in the second."""
         if not policy.fused or self._knows_fusions:
             return
         self.is_dry_run = True
         try:
             if not self._capture.fusions():
-                dry_run(self._capture, self._model, policy, part, context.loss_fn)
+                cut = context.choice.cut
+                batch, loss_fn = context.batch, context.loss_fn
+                dry_run(self._capture, self._model, policy, batch, loss_fn, cut=cut)
             self._knows_fusions = True
         finally:
             self.is_dry_run = False
 
     def _forward(
-        self, context: StepContext, policy: Policy, part: Any, micro_index: int
-    ) -> WeightedLoss:
+        self,
+        context: StepContext,
+        policy: Policy,
+        part: Any,
+        micro_index: int,
+        weights: PartWeights | None,
+    ) -> WeightedLoss | None:
+        """Return the loss of a part, weighed as ``weights`` says; None: the whole batch is one."""
         capture = self._capture.step(policy, context.seed, context.index, micro_index, batch=part)
-        with capture, self.release.watching():
-            return read_loss(context.loss_fn(self._model, part), batch_size(part))
+        operators = LossWeights()
+        with capture, self.release.watching(), operators if weights else nullcontext():
+            result = context.loss_fn(self._model, part)
+        loss = read_loss(result, context.choice.cut.size(part))
+        return weights.weighed(loss, operators.divisors) if weights else loss
 
     def _backward(self, loss: WeightedLoss, examples: int, *, is_whole: bool) -> None:
         if is_whole:

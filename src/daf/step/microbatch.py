@@ -1,8 +1,4 @@
-"""Cuts a batch along its first dimension, and scales the micro-batches' gradients.
-
-A batch is any nest of tensors: tuples, lists, mappings, dataclasses. A tensor is cut if its first
-dimension is the batch's; everything else goes to every micro-batch unchanged.
-"""
+"""The losses of micro-batches, and how their gradients join; batches cut without a proof."""
 
 from __future__ import annotations
 
@@ -14,49 +10,36 @@ import torch
 from torch import Tensor, nn
 
 from daf.core.errors import DataError
+from daf.step.batch_cut import WHOLE, BatchCut, possible_cuts
 from daf.torch_compat.modules import AnyBatchNorm
-from daf.torch_compat.pytree import map_nest, tensors_in_batch
+from daf.torch_compat.pytree import tensors_inside
 
 LossFunction = Callable[[nn.Module, Any], Any]
 
 
-def batch_size(batch: Any) -> int:
-    """Return the examples in a batch: the first dimension of the first tensor that has one.
+def likely_cut(batch: Any) -> BatchCut:
+    """Return the likeliest way to cut a batch, which nothing has proven."""
+    return next(possible_cuts(batch), WHOLE)
 
-    Raises:
-        DataError: no tensor has a first dimension.
-    """
-    for tensor in tensors_in_batch(batch):
-        if tensor.dim() > 0:
-            return tensor.shape[0]
-    raise DataError(
-        f"asked for the size of a batch, found {type(batch).__name__} without a tensor that has a "
-        "first dimension; give tensors, or a tuple, list, mapping or dataclass of them"
-    )
+
+def batch_size(batch: Any) -> int:
+    """Return the examples in a batch by its likeliest cut; 1 if it cannot be cut."""
+    return likely_cut(batch).size(batch)
 
 
 def batch_bytes(batch: Any) -> int:
-    """Return the bytes of all tensors in a batch."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in_batch(batch))
+    """Return the bytes of all tensors in a batch, those inside its objects too."""
+    return sum(each.numel() * each.element_size() for each in tensors_inside(batch))
 
 
 def batch_slice(batch: Any, start: int, stop: int) -> Any:
-    """Return examples ``start`` to ``stop``, in the batch's own structure; tensors are views."""
-    size = batch_size(batch)
-
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor[start:stop] if tensor.dim() > 0 and tensor.shape[0] == size else tensor
-
-    return map_nest(Tensor, cut, batch)
+    """Return examples ``start`` to ``stop`` by the likeliest cut; tensors are views."""
+    return likely_cut(batch).take(batch, start, stop)
 
 
 def micro_batches(batch: Any, micro_batch: int) -> list[Any]:
-    """Return consecutive micro-batches of ``micro_batch`` examples, the last one shorter."""
-    size = batch_size(batch)
-    if micro_batch >= size:
-        return [batch]
-    starts = range(0, size, micro_batch)
-    return [batch_slice(batch, start, min(start + micro_batch, size)) for start in starts]
+    """Return micro-batches of ``micro_batch`` examples by the likeliest cut."""
+    return likely_cut(batch).parts(batch, micro_batch)
 
 
 def split_refusal(model: nn.Module) -> str:

@@ -69,3 +69,35 @@ def tensors_in_batch(batch: Any) -> list[Tensor]:
 
     map_nest(Tensor, note, batch)
     return found
+
+
+def tensors_inside(batch: Any, depth: int = 4) -> list[Tensor]:
+    """Return the distinct tensors in a nest and in its objects' attributes, to some depth."""
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+
+    def note(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found[id(value)] = value
+        return value
+
+    def visit(value: Any, depth: int) -> None:
+        map_nest(Tensor, note, value)
+        if depth and id(value) not in seen:
+            seen.add(id(value))
+            for each in _parts(value):
+                visit(each, depth - 1)
+
+    visit(batch, depth)
+    return list(found.values())
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return what a container or an object of a class of the user's holds."""
+    if isinstance(value, (tuple, list)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (Tensor, type)) or callable(value):
+        return []
+    return list(getattr(value, "__dict__", {}).values())

@@ -1,0 +1,106 @@
+"""Chooses how a batch is cut: the first way that runs and is proven, else whole and why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import nn
+
+from daf.core.errors import DafError
+from daf.profiling.split_proof import MOST_EXAMPLES, SplitProof
+from daf.saved_tensors.observation import Observation
+from daf.step.batch_cut import WHOLE, BatchCut, with_least
+from daf.step.context import StepContext
+from daf.step.microbatch import split_refusal
+from daf.step.splitting import FORBIDDEN, NOT_PROVEN, SplitChoice
+from daf.torch_compat.modules import AnyBatchNorm
+
+MOST_CUTS = 3  # ways that are tried
+LEAST_WITH_STATISTICS = 2  # examples
+NO_PART_RUNS = "no part of it runs by itself, or no dimension of its tensors is one of examples"
+NO_ROOM_TO_PROVE = (
+    "the budget has no room to show that its parts add up to it (split=True asserts that they do)"
+)
+
+
+@dataclass(eq=False)
+class CutChooser:
+    """Tries ways to cut a batch on the smallest step.
+
+    Args:
+        observe: runs a step of so many first examples under the tightest codes.
+        expected: the process's peak (bytes) in a step of so many examples, from an observed one.
+        recover: frees what a step that failed left.
+        allow_statistics: the user allows parts to have batch statistics of their own.
+    """
+
+    model: nn.Module
+    observe: Callable[[StepContext, int], Observation]
+    expected: Callable[[Observation, int], float]
+    recover: Callable[[], None]
+    allow_statistics: bool
+    proof_ms: float = 0.0
+
+    def run(self, context: StepContext, budget_bytes: int) -> Observation | None:
+        """Make the context's choice; return the smallest step, or None where no part runs."""
+        if context.choice.refusal != NOT_PROVEN:
+            return self._smallest(context, context.choice.cut)
+        best: tuple[SplitChoice, Observation] | None = None
+        for cut in islice(context.splitting.cuts(context.batch), MOST_CUTS):
+            found = self._smallest(context, cut)
+            if found is None:
+                continue
+            choice = self._judged(context, found, budget_bytes)
+            if best is None or not choice.refusal:
+                best = choice, found
+            if not choice.refusal:
+                break
+        if best is None:
+            context.choose(SplitChoice(WHOLE, refusal=NO_PART_RUNS))
+            return None
+        choice, found = best
+        context.choose(choice, is_final=choice.refusal != NOT_PROVEN)
+        return found
+
+    def _smallest(self, context: StepContext, cut: BatchCut) -> Observation | None:
+        """Observe the smallest part that runs, of one or two examples; None if none does."""
+        modules = self.model.modules()
+        has_statistics = any(isinstance(each, AnyBatchNorm) and each.training for each in modules)
+        for least in range(LEAST_WITH_STATISTICS if has_statistics else 1, 3):
+            context.choose(SplitChoice(with_least(cut, least), refusal=NOT_PROVEN), is_final=False)
+            if least > context.info.examples:
+                break
+            try:
+                return self.observe(context, least)
+            except (DafError, MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception:  # the user's own code may raise anything for a part
+                self.recover()
+        return None
+
+    def _judged(self, context: StepContext, found: Observation, budget_bytes: int) -> SplitChoice:
+        """Return the context's cut with its weights, and why training may not use it."""
+        cut, splitting, size = context.choice.cut, context.splitting, context.info.examples
+        statistics = "" if self.allow_statistics else split_refusal(self.model)
+        if splitting.split is False or statistics:
+            return SplitChoice(cut, refusal=FORBIDDEN if splitting.split is False else statistics)
+        sizes = range(min(MOST_EXAMPLES, size), 2 * cut.least - 1, -1)
+        examples = next((n for n in sizes if self._plainly(found, n) <= budget_bytes), None)
+        if examples is None:
+            refusal = NO_ROOM_TO_PROVE if size >= 2 * cut.least else NOT_PROVEN
+            return SplitChoice(cut, refusal="" if splitting.is_promised else refusal)
+        start_s = time.perf_counter()
+        proof = SplitProof(self.model, context.loss_fn, statistics=not self.allow_statistics)
+        weighing, refusal = proof.run(context.batch, cut, examples)
+        self.recover()
+        self.proof_ms += 1000.0 * (time.perf_counter() - start_s)
+        return SplitChoice(cut, weighing, "" if splitting.is_promised else refusal)
+
+    def _plainly(self, found: Observation, examples: int) -> float:
+        """Return the expected peak of a step that saves as plain PyTorch does."""
+        plain_bytes = found.plain_bytes * examples / found.examples
+        return self.expected(found, examples) + plain_bytes

@@ -1,0 +1,183 @@
+"""Which dimension of each tensor in a batch runs over its examples, and cutting along it.
+
+A batch is any nest of tensors: tuples, lists, mappings, dataclasses. What a cut does not name goes
+to every micro-batch unchanged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from daf.core.errors import DataError
+from daf.torch_compat.pytree import map_nest, tensors_in_batch
+
+BatchDim = int | Sequence[int | None] | Mapping[Any, int | None] | None
+
+
+class BatchSplit(NamedTuple):
+    """How to cut a batch of one's own, for ``Session(split=...)``.
+
+    ``count(batch)`` returns its examples; ``take(batch, start, stop)`` returns a batch of examples
+    ``start`` to ``stop``.
+    """
+
+    count: Callable[[Any], int]
+    take: Callable[[Any, int, int], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCut:
+    """The dimension of examples of every tensor in a batch, in order; None: it is not cut.
+
+    Without any, the whole batch counts as one example. ``least``: the fewest examples that a part
+    may have. ``own``: the user's way of cutting, in place of dimensions.
+    """
+
+    dims: tuple[int | None, ...] = ()
+    least: int = 1
+    own: BatchSplit | None = None
+
+    def size(self, batch: Any) -> int:
+        """Return the number of examples in a batch."""
+        if self.own is not None:
+            return self.own.count(batch)
+        for tensor, dim in zip(tensors_in_batch(batch), self.dims, strict=False):
+            if dim is not None:
+                return tensor.shape[dim]
+        return 1
+
+    def take(self, batch: Any, start: int, stop: int) -> Any:
+        """Return examples ``start`` to ``stop``, in the same structure; tensors are views."""
+        if self.own is not None:
+            return self.own.take(batch, start, stop)
+        return self._mapped(batch, lambda each, dim: each.narrow(dim, start, stop - start))
+
+    def pick(self, batch: Any, examples: Sequence[int]) -> Any:
+        """Return copies of some examples; of a batch cut by ``own`` as many of the first."""
+        if self.own is not None:
+            return self.own.take(batch, 0, len(examples))
+        index = torch.tensor(examples)
+        return self._mapped(batch, lambda each, dim: each.index_select(dim, index.to(each.device)))
+
+    def parts(self, batch: Any, micro_batch: int) -> list[Any]:
+        """Return consecutive micro-batches of ``micro_batch`` examples, the last one shorter.
+
+        Where it would have fewer than ``least``, all are made as equal as can be.
+        """
+        size = self.size(batch)
+        if micro_batch >= size:
+            return [batch]
+        ends = _ends(size, micro_batch, self.least)
+        return [self.take(batch, start, stop) for start, stop in pairwise(ends)]
+
+    def _mapped(self, batch: Any, change: Callable[[Tensor, int], Tensor]) -> Any:
+        dims = iter(self.dims)
+
+        def cut(tensor: Tensor) -> Tensor:
+            dim = next(dims, None)
+            return tensor if dim is None else change(tensor, dim)
+
+        return map_nest(Tensor, cut, batch)
+
+
+WHOLE = BatchCut()
+
+
+def _ends(size: int, micro_batch: int, least: int) -> list[int]:
+    rest = size % micro_batch
+    if rest == 0 or rest >= least:
+        return [*range(0, size, micro_batch), size]
+    count = min(-(-size // micro_batch), max(1, size // least))
+    return [size * index // count for index in range(count + 1)]
+
+
+def possible_cuts(batch: Any, batch_dim: BatchDim = None) -> Iterator[BatchCut]:
+    """Yield the ways in which a batch may be cut, the likeliest first; none if there is none.
+
+    Without ``batch_dim`` examples are the first dimension that most tensors share. Then a tensor of
+    that length by chance (weights of classes, a table) is left whole: floating-point vectors
+    first, then all floating-point tensors but the largest.
+
+    Raises:
+        DataError: the batch has no such dimension as ``batch_dim`` says.
+    """
+    tensors = tensors_in_batch(batch)
+    if batch_dim is not None:
+        yield _named_cut(batch, tensors, batch_dim)
+        return
+    size = _common_size(tensors)
+    if size < 2:
+        return
+    largest = max((each for each in tensors if _length(each) == size), key=Tensor.numel)
+
+    def cut(keeps_whole: Callable[[Tensor], bool]) -> BatchCut:
+        cuts = (_length(each) == size and not keeps_whole(each) for each in tensors)
+        return BatchCut(tuple(0 if is_cut else None for is_cut in cuts))
+
+    yield from dict.fromkeys(
+        [
+            cut(lambda _: False),
+            cut(lambda each: each is not largest and each.is_floating_point() and each.dim() == 1),
+            cut(lambda each: each is not largest and each.is_floating_point()),
+        ]
+    )
+
+
+def _length(tensor: Tensor) -> int:
+    """Return the first dimension; 0 where a tensor has none that can be cut."""
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.dim() == 0:
+        return 0
+    return tensor.shape[0]
+
+
+def _common_size(tensors: Sequence[Tensor]) -> int:
+    """Return the first dimension of most tensors, of the largest ones among equals; 0 for none."""
+    elements: Counter[int] = Counter()
+    for each in tensors:
+        if _length(each):
+            elements[_length(each)] += each.numel()
+    counts = Counter(map(_length, tensors))
+    return max(elements, key=lambda size: (counts[size], elements[size]), default=0)
+
+
+def _named_cut(batch: Any, tensors: Sequence[Tensor], batch_dim: BatchDim) -> BatchCut:
+    """Return the cut along the user's dimension: where a tensor lacks it, along its first."""
+    if not isinstance(batch_dim, int):
+        return BatchCut(tuple(_dims_by_field(batch, batch_dim)))
+    sizes = [each.shape[batch_dim] for each in tensors if _length(each) and each.dim() > batch_dim]
+    if not sizes:
+        raise DataError(
+            f"asked to cut the batch along dimension {batch_dim}; found no tensor with that many "
+            "in it; try another batch_dim, or split=False"
+        )
+    size = sizes[0]
+
+    def dim_of(tensor: Tensor) -> int | None:
+        dims = range(-1 if not _length(tensor) else tensor.dim())
+        return next((d for d in (batch_dim, 0) if d in dims and tensor.shape[d] == size), None)
+
+    return BatchCut(tuple(map(dim_of, tensors)))
+
+
+def _dims_by_field(batch: Any, batch_dim: Any) -> Iterator[int | None]:
+    """Yield a dimension for every tensor: each field of the batch has the one named for it."""
+    is_mapping = isinstance(batch, Mapping)
+    if is_mapping != isinstance(batch_dim, Mapping) or len(batch) != len(batch_dim):
+        raise DataError(
+            f"asked for batch_dim={batch_dim!r}; found a {type(batch).__name__} of {len(batch)}; "
+            "give one dimension (or None: whole) for each field, in the batch's own structure"
+        )
+    for field in batch if is_mapping else range(len(batch)):
+        yield from (batch_dim[field] for _ in tensors_in_batch(batch[field]))
+
+
+def with_least(cut: BatchCut, least: int) -> BatchCut:
+    """Return the cut for parts of at least so many examples."""
+    return replace(cut, least=least)

@@ -1,0 +1,109 @@
+"""Whether and how a session cuts its batches: asked, then proven, then remembered.
+
+A choice holds for batches of one structure under one loss function, while the same parts of the
+model train. Another loss or structure is proven anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from daf.step.batch_cut import WHOLE, BatchCut, BatchDim, BatchSplit, possible_cuts
+from daf.step.loss_weights import Weighing
+from daf.torch_compat.pytree import tensors_in_batch
+
+Split = bool | Literal["auto"] | BatchSplit
+NOT_PROVEN = "nothing has shown yet that its parts add up to the whole"
+FORBIDDEN = "split=False was asked for"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitChoice:
+    """How a batch is cut to measure and train; ``refusal``: why training never cuts it, or ""."""
+
+    cut: BatchCut
+    weighing: Weighing = Weighing.EXAMPLES
+    refusal: str = ""
+
+
+class Splitting:
+    """A session's choices, by what they were proven for.
+
+    Args:
+        split: "auto": cut what is proven; True: the user's word stands in for the proof; False:
+            never; or the user's own way of cutting.
+        batch_dim: the dimension of examples; one for each field of the batch; None: found.
+
+    Raises:
+        ValueError: ``split`` is none of these.
+    """
+
+    def __init__(self, split: Split = "auto", batch_dim: BatchDim = None) -> None:
+        if split not in ("auto", True, False) and not isinstance(split, BatchSplit):
+            raise ValueError(
+                f"asked for split={split!r}; it is 'auto', True, False or a BatchSplit of two "
+                "functions"
+            )
+        self.split = split
+        self._batch_dim = batch_dim
+        self._proven: dict[Hashable, SplitChoice] = {}
+        self._resumed: SplitChoice | None = None
+
+    @property
+    def is_promised(self) -> bool:
+        """True if the user's word stands in for the proof."""
+        return self.split is True
+
+    def cuts(self, batch: Any) -> Iterator[BatchCut]:
+        """Yield the ways in which the batch may be cut, the likeliest first.
+
+        Raises:
+            DataError: the batch has no such dimension as ``batch_dim`` says.
+        """
+        if isinstance(self.split, BatchSplit):
+            yield BatchCut(own=self.split)
+        else:
+            yield from possible_cuts(batch, self._batch_dim)
+
+    def choice(self, kind: Hashable, batch: Any) -> SplitChoice:
+        """Return what was proven for batches of this kind; else a cut to measure, never to train.
+
+        Raises:
+            DataError: the batch has no such dimension as ``batch_dim`` says.
+        """
+        known = self._proven.get(kind) or self._resumed
+        if known is not None:
+            self._proven[kind], self._resumed = known, None
+            return known
+        return SplitChoice(next(self.cuts(batch), WHOLE), refusal=NOT_PROVEN)
+
+    def remember(self, kind: Hashable, choice: SplitChoice) -> None:
+        """Use this choice for batches of this kind from now on."""
+        self._proven[kind] = choice
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the last choice (JSON-able), which a resumed run takes for its first batch."""
+        choice = next(reversed(self._proven.values()), None)
+        if choice is None or choice.cut.own is not None:
+            return None
+        cut = {"dims": list(choice.cut.dims), "least": choice.cut.least}
+        return cut | {"weighing": choice.weighing.value, "refusal": choice.refusal}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on from ``state_dict``."""
+        if state is not None:
+            cut = BatchCut(tuple(state["dims"]), state["least"])
+            self._resumed = SplitChoice(cut, Weighing(state["weighing"]), state["refusal"])
+
+
+def kind_of(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> Hashable:
+    """Return what a proof holds for: the batch's structure, the loss's code, what trains."""
+    tensors = tuple((each.dim(), each.dtype) for each in tensors_in_batch(batch))
+    code = getattr(loss_fn, "__code__", None) or getattr(loss_fn, "func", type(loss_fn))
+    flags = (tuple(each.training for each in model.modules()),)
+    trained = tuple(each.requires_grad for each in model.parameters())
+    return type(batch), tensors, code, flags, trained

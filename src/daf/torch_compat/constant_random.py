@@ -1,0 +1,94 @@
+"""Random operators that return what does not depend on how many numbers are drawn.
+
+A batch and its parts draw different random numbers. Inside ``ConstantRandom`` dropout keeps
+everything, and a draw of any size is one number throughout, so that what is left to differ between
+the two is the mathematics. Dispatch modes lie in a private module of PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_GOLDEN = 0.6180339887498949  # multiples of it spread evenly, so that loops over draws end
+
+
+class ConstantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every random operator's result is one number; ``dtypes``: of what operators returned."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes: set[torch.dtype] = set()
+        self._draws = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one operator; PyTorch calls this."""
+        options = dict(kwargs or {})
+        if "dropout_p" in options:
+            options["dropout_p"] = 0.0
+        constant = _CONSTANTS.get(func.overloadpacket.__name__)
+        found = func(*args, **options)
+        if constant is not None:
+            self._draws += 1
+            found = constant(found, 0.5 + self._draws * _GOLDEN, args)
+        if isinstance(found, Tensor) and found.is_floating_point():
+            self.dtypes.add(found.dtype)
+        return found
+
+
+# Fills an operator's result; ``at`` changes from draw to draw, ``args`` are the operator's.
+Constant = Callable[[Any, float, tuple[Any, ...]], Any]
+
+
+def _between(found: Tensor, at: float, args: tuple[Any, ...]) -> Tensor:
+    """Fill for ``uniform_(low=0, high=1)``."""
+    low = args[1] if len(args) > 1 else 0.0
+    high = args[2] if len(args) > 2 else 1.0
+    return found.fill_(low + (high - low) * (at % 1.0))
+
+
+def _middle(found: Tensor, _at: float, args: tuple[Any, ...]) -> Tensor:
+    """Fill for integers below the last bound, from the one before it where there is one."""
+    bounds = [each for each in args if isinstance(each, int)][:2]
+    low, high = bounds if len(bounds) == 2 else (0, *bounds)[:2] if bounds else (0, 2)
+    return found.fill_((low + high) // 2)
+
+
+def _likeliest(found: Tensor, _at: float, args: tuple[Any, ...]) -> Tensor:
+    """Fill for ``multinomial(weights, count)``."""
+    return found.copy_(args[0].topk(found.shape[-1]).indices)
+
+
+def _all_kept(found: tuple[Tensor, Tensor], _at: float, args: tuple[Any, ...]) -> Any:
+    """Fill for ``native_dropout(input, p, train)``, which returns result and mask."""
+    return found[0].copy_(args[0]), found[1].fill_(1)
+
+
+_CONSTANTS: Mapping[str, Constant] = MappingProxyType(
+    {
+        **dict.fromkeys(("rand", "rand_like"), lambda found, at, _: found.fill_(at % 1.0)),
+        "uniform_": _between,
+        **dict.fromkeys(
+            ("randn", "randn_like", "normal", "normal_", "exponential_"),
+            lambda found, at, _: found.fill_(0.5 + at % 1.0),
+        ),
+        **dict.fromkeys(
+            ("bernoulli", "bernoulli_", "cauchy_", "log_normal_", "geometric_", "poisson"),
+            lambda found, _at, _: found.fill_(1),
+        ),
+        **dict.fromkeys(("randint", "randint_like", "random_"), _middle),
+        "multinomial": _likeliest,
+        "native_dropout": _all_kept,
+    }
+)
