@@ -79,6 +79,10 @@ class PlatformError(DafError, RuntimeError):
     """This operating system cannot do what was asked."""
 
 
+class AccumulatedGradientError(DafError, RuntimeError):
+    """Gradients of the user's own cannot be told from those that a step left."""
+
+
 class ReleaseRefusedError(DafError, ValueError):
     """Gradients cannot be released inside backward, because something needs them later."""
 

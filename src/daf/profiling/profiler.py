@@ -114,7 +114,7 @@ class Profiler:
             if own is not None:
                 on_progress("fusions")
                 self._dry_run(context, expected, budget_bytes)
-            sizes = _sizes_within(probe_sizes(examples), expected, budget_bytes)
+            sizes = _sizes_within(probe_sizes(examples), expected, budget_bytes, self._least)
             # Once unmeasured: code pages, thread pools and kernels' own buffers stay loaded.
             on_progress("a first small step")
             self._observe(context, sizes[0])
@@ -162,7 +162,7 @@ class Profiler:
 
     def _dry_run(self, context: StepContext, expected: Expectation, budget_bytes: int) -> None:
         wanted = (min(EXAMPLES, context.info.examples),)
-        examples = _sizes_within(wanted, expected, budget_bytes)[-1]
+        examples = _sizes_within(wanted, expected, budget_bytes, self._least)[-1]
         policy = self._operators.of(TIGHTEST, examples)
         cut = context.choice.cut
         dry_run(self.capture, self.model, policy, context.batch, context.loss_fn, examples, cut)
@@ -225,7 +225,7 @@ class Profiler:
         ]
         if not fitting:
             return _Times(((largest.examples, largest.step_ms),))
-        sizes = fitting if self._refusal else [*_halvings(fitting[-1])]
+        sizes = fitting if self._refusal else [*_halvings(fitting[-1], self._least)]
         policy = plain_policy()
         kept = sorted((n, self._time(context, policy, n)) for n in sizes)
         return _Times(tuple(kept), self._time(context, TIGHTEST, kept[-1][0]))
@@ -375,11 +375,11 @@ TIGHTEST_BITS = 1
 TIGHTEST = coded_policy(TIGHTEST_BITS)
 
 
-def _halvings(examples: int) -> Iterator[int]:
-    while examples > 1:
+def _halvings(examples: int, least: int) -> Iterator[int]:
+    while examples > least:
         yield examples
         examples //= 2
-    yield 1
+    yield least
 
 
 def probe_sizes(examples: int) -> tuple[int, ...]:
@@ -390,9 +390,9 @@ def probe_sizes(examples: int) -> tuple[int, ...]:
 
 
 def _sizes_within(
-    wanted: Sequence[int], expected: Expectation, budget_bytes: int
+    wanted: Sequence[int], expected: Expectation, budget_bytes: int, least: int = 1
 ) -> tuple[int, ...]:
     """Return as many of the largest sizes, or halves of the smallest, as fit; at least one."""
-    sizes = sorted({*wanted, *_halvings(wanted[0])})
+    sizes = sorted({*wanted, *_halvings(wanted[0], least)})
     fitting = [size for size in sizes if expected(size) <= budget_bytes]
     return tuple(fitting[-len(wanted) :] or sizes[:1])

@@ -89,7 +89,10 @@ class CutChooser:
         if splitting.split is False or statistics:
             return SplitChoice(cut, refusal=FORBIDDEN if splitting.split is False else statistics)
         sizes = range(min(MOST_EXAMPLES, size), 2 * cut.least - 1, -1)
-        examples = next((n for n in sizes if self._plainly(found, n) <= budget_bytes), None)
+        fitting = (n for n in sizes if self._plainly(found, n) <= budget_bytes)
+        # A budget that holds no step at all is refused; what the least would be is still found out.
+        is_hopeless = self.expected(found, found.examples) > budget_bytes
+        examples = next(fitting, sizes[0] if sizes and is_hopeless else None)
         if examples is None:
             refusal = NO_ROOM_TO_PROVE if size >= 2 * cut.least else NOT_PROVEN
             return SplitChoice(cut, refusal="" if splitting.is_promised else refusal)
@@ -101,6 +104,10 @@ class CutChooser:
         return SplitChoice(cut, weighing, "" if splitting.is_promised else refusal)
 
     def _plainly(self, found: Observation, examples: int) -> float:
-        """Return the expected peak of a step that saves as plain PyTorch does."""
-        plain_bytes = found.plain_bytes * examples / found.examples
-        return self.expected(found, examples) + plain_bytes
+        """Return the expected peak of a step that saves as plain PyTorch does.
+
+        Only tensors grow with the examples: libraries took their own in the step observed.
+        """
+        share, tensors = examples / found.examples, max(found.peak_bytes, default=0)
+        once = self.expected(found, found.examples)
+        return once + (share - 1) * tensors + share * found.plain_bytes

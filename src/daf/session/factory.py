@@ -40,6 +40,7 @@ from daf.session.step_profiles import StepProfiles
 from daf.session.step_runner import StepRetries, StepRunner
 from daf.step.gradient import GradientStep
 from daf.step.gradient_release import GradientRelease, ReleaseMode
+from daf.step.user_gradients import UserGradients
 
 
 class SessionParts(NamedTuple):
@@ -116,7 +117,8 @@ def make_parts(
         ),
         fixed_policy=fixed,
     )
-    retries = StepRetries(gradient, optimizer, capture, keeper, plan_controller)
+    users = UserGradients(model, optimizer)
+    retries = StepRetries(gradient, optimizer, capture, keeper, plan_controller, users)
     going_back = Rollback(model, optimizer, rollback)
     runner = StepRunner(optimizer, retries, plan_controller, noise, going_back, counters, keeper)
     return SessionParts(

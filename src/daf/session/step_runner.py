@@ -24,6 +24,7 @@ from daf.session.rollback import Rollback
 from daf.step.context import StepContext
 from daf.step.gradient import GradientStep
 from daf.step.state_snapshot import StepSnapshot
+from daf.step.user_gradients import UserGradients
 from daf.torch_compat import compiler
 
 _Refusal = TypeVar("_Refusal", PoolFullError, RuntimeError, SplitError)
@@ -38,15 +39,22 @@ class StepRetries:
     capture: Capture
     keeper: Keeper
     plan_controller: PlanController
+    users: UserGradients
 
     def run(self, context: StepContext, plan: Plan) -> tuple[float, Plan]:
         """Return the mean loss, and the plan that held; ``plan`` is tried first.
+
+        Gradients that the user accumulated are added to.
 
         Raises:
             BudgetError: no plan holds the step.
             PoolFullError: the pool's bytes do not hold it.
             RuntimeError: whatever else the step raised.
         """
+        with self.users.set_aside() as self.gradient.adds_to_users:
+            return self._run(context, plan)
+
+    def _run(self, context: StepContext, plan: Plan) -> tuple[float, Plan]:
         snapshot = StepSnapshot(self.capture.model)
         is_planned = self.plan_controller.is_planned
         while True:
@@ -155,6 +163,7 @@ class StepRunner:
         with self.keeper.unbounded(needed):
             compiler.step(self.optimizer)
             self.rollback.save_if_good()
+        self.retries.users.note_left()
 
     def _learn(self, context: StepContext, running: Plan, step_ms: float, peak_bytes: int) -> None:
         selector, info = self.plan_controller.selector, context.info

@@ -90,6 +90,7 @@ class GradientStep:
         self._on_commit = on_commit
         self._knows_fusions = False
         self.is_dry_run = False
+        self.adds_to_users = False  # gradients that the user accumulated wait for this step's
 
     def run(
         self, context: StepContext, plan: Plan, snapshot: StepSnapshot, *, planned: bool
@@ -107,7 +108,11 @@ class GradientStep:
         self._optimizer.zero_grad(set_to_none=True)
         parts = context.parts(plan.micro_batch)
         self._dry_run_once(context, plan.policy)
-        self.release.begin(len(parts), held_by_plan=planned and not plan.release_gradients)
+        self.release.begin(
+            len(parts),
+            held_by_plan=planned and not plan.release_gradients,
+            adds_to_users=self.adds_to_users,
+        )
         losses = _Losses(partial(self._refuse_nonfinite, context, snapshot))
         weights = PartWeights(context.choice.weighing) if len(parts) > 1 else None
         reads_first = self._reads_first()

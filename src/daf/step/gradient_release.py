@@ -27,6 +27,7 @@ from daf.torch_compat.parameter_reads import ParameterReads
 
 ReleaseMode = bool | Literal["auto"]
 HELD_BY_PLAN = "the plan has room for all gradients, and a step that holds them can be tried again"
+ADDS_TO_USERS = "gradients accumulated before the step join its own"
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -82,10 +83,13 @@ class GradientRelease:
         """True if release is asked for and allowed for a whole batch now."""
         return self.mode is not False and not release_refusal(self._model, self._optimizer)
 
-    def begin(self, micro_batches: int, *, held_by_plan: bool = False) -> None:
+    def begin(
+        self, micro_batches: int, *, held_by_plan: bool = False, adds_to_users: bool = False
+    ) -> None:
         """Begin a step of ``micro_batches`` micro-batches; decide whether it releases gradients.
 
         ``held_by_plan``: the plan has room for all gradients, so only mode True releases them.
+        ``adds_to_users``: the user accumulated gradients that belong to the same update.
 
         Raises:
             ReleaseRefusedError: the mode is True, and this step forbids it.
@@ -94,6 +98,8 @@ class GradientRelease:
         self.refusal = ""
         if self.mode is not False:
             self.refusal = release_refusal(self._model, self._optimizer, micro_batches)
+            if adds_to_users:
+                self.refusal = self.refusal or ADDS_TO_USERS
         if self.mode == "auto" and held_by_plan:
             self.refusal = self.refusal or HELD_BY_PLAN
         if self.mode is True and self.refusal:

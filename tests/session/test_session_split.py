@@ -1,0 +1,429 @@
+"""Batches are cut where parts were shown to add up to the whole, and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from daf import BatchSplit, Session
+from daf.core.errors import AccumulatedGradientError
+from daf.memory import process_memory
+
+LossFunction = Callable[[nn.Module, Any], Any]
+
+
+def mlp(features: int = 6, classes: int = 5) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(features, 16), nn.Tanh(), nn.Linear(16, classes))
+
+
+def images(size: int = 12, classes: int = 5) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 6), torch.randint(0, classes, (size,))
+
+
+class TokenModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.layer(torch.tanh(self.table(tokens)))
+        return result
+
+
+class Recurrent(nn.Module):
+    """Reads (time, batch, features), as ``nn.LSTM`` does by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.out = nn.GRU(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(self.cells(x)[0][-1])
+        return result
+
+
+class Codebook(nn.Module):
+    """Writes a running mean of what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = mlp()
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        self.mean.mul_(0.9).add_(0.1 * out.detach().mean(0))
+        return out
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.batch_norm(self.first(x), None, None, training=True)
+        result: Tensor = self.last(torch.relu(hidden))
+        return result
+
+
+class Carrying(nn.Module):
+    """Goes on from where the call before ended, as truncated backpropagation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out, self.state = nn.Linear(6, 6), nn.Linear(6, 5), torch.zeros(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(x + self.state))
+        self.state = hidden.detach().mean(0)
+        result: Tensor = self.out(hidden)
+        return result
+
+
+def mean(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def tokens(counted: Callable[[int], int], size: int = 12) -> tuple[Tensor, Tensor]:
+    """Sequences of which so many labels count."""
+    words = torch.randint(0, 11, (size, 7))
+    labels = torch.randint(0, 11, (size, 7))
+    for row in range(size):
+        labels[row, counted(row) :] = -100
+    return words, labels
+
+
+def half_empty() -> tuple[Tensor, Tensor]:
+    return tokens(lambda row: 5 * (row > 7))
+
+
+def square() -> tuple[Tensor, Tensor]:
+    """As many steps as sequences."""
+    return torch.randn(4, 4, 6), images(4)[1]
+
+
+def token_mean(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def token_sum(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    logits = model(batch[0]).flatten(0, 1)
+    counts = (batch[1] != -100).sum()
+    return F.cross_entropy(logits, batch[1].flatten(), reduction="sum"), counts
+
+
+def likelihood(model: nn.Module, batch: Any) -> Tensor:
+    scores = F.log_softmax(model(batch["x"]), dim=1)
+    return F.nll_loss(scores, batch["y"], weight=batch["class_weights"])
+
+
+def weighted(size: int = 12) -> dict[str, Tensor]:
+    x, y = images(size)
+    return {"x": x, "y": y, "class_weights": torch.linspace(1, 3, 5)}
+
+
+def as_many_classes_as_examples() -> dict[str, Tensor]:
+    x, y = images(5)
+    return {"x": x, "y": y, "class_weights": torch.linspace(1, 3, 5)}
+
+
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    one, other = (F.normalize(model(batch[0] + shift), dim=1) for shift in (0.0, 0.1))
+    return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)))
+
+
+def masked_mean(model: nn.Module, batch: Any) -> Tensor:
+    """Divides by what only the loss knows."""
+    counts = (batch[1] > 1).float()
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return (losses * counts).sum() / counts.sum().clamp(min=1)
+
+
+def balanced(model: nn.Module, batch: Any) -> Tensor:
+    """Squares a mean over the batch, as a mixture's balance loss does."""
+    logits = model(batch[0])
+    return F.cross_entropy(logits, batch[1]) + 0.5 * logits.softmax(1).mean(0).square().sum()
+
+
+def batch_sum(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def with_dropout(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(F.dropout(batch[0], 0.5)), batch[1])
+
+
+def noisy(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0] + torch.randn_like(batch[0])), batch[1])
+
+
+@dataclass
+class Case:
+    model: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+    loss: LossFunction
+    draws: bool = False  # random numbers, of which parts draw others
+
+
+ADD_UP = {
+    "mean over examples": Case(mlp, images, mean),
+    "labels that do not count": Case(TokenModel, lambda: tokens(lambda row: row % 7), token_mean),
+    "parts without a label": Case(
+        TokenModel, lambda: tokens(lambda row: 5 * (row > 7)), token_mean
+    ),
+    "sum and weight": Case(TokenModel, lambda: tokens(lambda row: row % 7), token_sum),
+    "weight 0": Case(TokenModel, half_empty, token_sum),
+    "weights of classes": Case(mlp, weighted, likelihood),
+    "as many classes as examples": Case(mlp, as_many_classes_as_examples, likelihood),
+    "dropout": Case(mlp, images, with_dropout, draws=True),
+    "noise": Case(mlp, images, noisy, draws=True),
+}
+DO_NOT = {
+    "coupled examples": Case(mlp, images, contrastive),
+    "a mean over something else": Case(mlp, images, masked_mean),
+    "a mean that is squared": Case(mlp, images, balanced),
+    "a sum": Case(mlp, images, batch_sum),
+    "batch statistics in a function": Case(Functional, images, mean),
+    "a buffer that forward writes": Case(Codebook, images, mean),
+    "a carried state": Case(Carrying, images, mean),
+    "time first": Case(Recurrent, lambda: (torch.randn(9, 4, 6), images(4)[1]), mean),
+    "as many steps as sequences": Case(Recurrent, square, mean),
+}
+
+
+def plain_gradients(case: Case, model: nn.Module, batch: Any) -> tuple[float, list[Tensor]]:
+    model = copy.deepcopy(model)
+    loss = case.loss(model, batch)
+    loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+    loss.backward()
+    return loss.item(), [each.grad for each in model.parameters() if each.grad is not None]
+
+
+def still(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+@pytest.fixture
+def budget() -> int:
+    return process_memory.resident_bytes() + 2**31
+
+
+def in_micro_batches(session: Session, batch: Any, loss: LossFunction, examples: int) -> Any:
+    """Step in micro-batches, as a tight budget would."""
+    plan = session.prepare(batch, loss)
+    session.plan = replace(plan, micro_batch=examples)
+    return session.step(batch, loss)
+
+
+@pytest.mark.parametrize("name", ADD_UP)
+@pytest.mark.parametrize("examples", [1, 5])
+def test_what_adds_up_is_cut_and_leaves_the_whole_gradient(
+    name: str, examples: int, budget: int
+) -> None:
+    case, calls = ADD_UP[name], []
+    model, batch = case.model(), case.batch()
+
+    def loss(asked: nn.Module, part: Any) -> Any:
+        calls.append(len(part["x"] if isinstance(part, dict) else part[0]))
+        return case.loss(asked, part)
+
+    expected, gradients = plain_gradients(case, model, batch)
+    with Session(model, still(model), budget, tolerance=0) as session:
+        session.prepare(batch, loss)
+        calls.clear()
+        report = in_micro_batches(session, batch, loss, examples)
+        assert session.split_refusal == ""
+    size = sum(calls)
+    assert calls[0] == min(examples, size)
+    assert len(calls) == -(-size // examples)
+    if not case.draws:
+        assert report.loss == pytest.approx(expected, rel=1e-6)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", DO_NOT)
+def test_what_does_not_add_up_stays_whole_and_says_why(name: str, budget: int) -> None:
+    case = DO_NOT[name]
+    model, batch = case.model(), case.batch()
+    expected, gradients = plain_gradients(case, model, batch)
+    before = copy.deepcopy(model.__dict__.get("state"))
+    with Session(model, still(model), budget, tolerance=0) as session:
+        session.prepare(batch, case.loss)
+        assert before is None or torch.equal(model.state, before)
+        report = in_micro_batches(session, batch, case.loss, 1)
+        assert session.split_refusal
+    assert report.loss == pytest.approx(expected, rel=1e-6)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
+
+
+class Graphs:
+    """A batch of one's own: nodes of several graphs, and which graph each belongs to."""
+
+    def __init__(self, nodes: Tensor, graph: Tensor, labels: Tensor) -> None:
+        self.nodes, self.graph, self.labels = nodes, graph, labels
+
+    def take(self, start: int, stop: int) -> Graphs:
+        chosen = (self.graph >= start) & (self.graph < stop)
+        return Graphs(self.nodes[chosen], self.graph[chosen] - start, self.labels[start:stop])
+
+
+def graphs() -> Graphs:
+    graph = torch.tensor([0, 0, 1, 2, 2, 2, 3, 3, 4])
+    return Graphs(torch.randn(len(graph), 6), graph, torch.randint(0, 5, (5,)))
+
+
+def graph_loss(model: nn.Module, batch: Graphs) -> Tensor:
+    hidden = torch.zeros(len(batch.labels), 5).index_add(0, batch.graph, model(batch.nodes))
+    return F.cross_entropy(hidden, batch.labels)
+
+
+GRAPH_SPLIT = BatchSplit(lambda batch: len(batch.labels), lambda batch, i, j: batch.take(i, j))
+
+
+@pytest.mark.parametrize(("split", "is_cut"), [("auto", False), (GRAPH_SPLIT, True)])
+def test_a_batch_of_ones_own_runs_whole_or_as_the_user_cuts_it(
+    split: Any, is_cut: bool, budget: int
+) -> None:
+    model, batch = mlp(), graphs()
+    expected, gradients = plain_gradients(Case(mlp, graphs, graph_loss), model, batch)
+    with Session(model, still(model), budget, tolerance=0, split=split) as session:
+        report = in_micro_batches(session, batch, graph_loss, 1)
+        assert (session.split_refusal == "") == is_cut
+    assert report.loss == pytest.approx(expected, rel=1e-6)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_dim", [1, (1, 0)])
+def test_the_user_names_the_dimension_of_examples(batch_dim: Any, budget: int) -> None:
+    case = DO_NOT["time first"]
+    model, batch = case.model(), case.batch()
+    _, gradients = plain_gradients(case, model, batch)
+    with Session(model, still(model), budget, tolerance=0, batch_dim=batch_dim) as session:
+        report = in_micro_batches(session, batch, case.loss, 1)
+        assert session.split_refusal == ""
+        assert session.profile is not None
+        assert session.profile.batch_size == 4
+    assert report.micro_batch == 1
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_splitting_can_be_forbidden_and_promised(budget: int) -> None:
+    for split, loss, refusal in ((False, mean, "split=False"), (True, batch_sum, "")):
+        model, batch = mlp(), images()
+        with Session(model, still(model), budget, split=split) as session:
+            session.prepare(batch, loss)
+            assert refusal in session.split_refusal
+            assert bool(refusal) == bool(session.split_refusal)
+    with pytest.raises(ValueError, match="asked for split='never'"):
+        Session(mlp(), still(mlp()), None, split="never")  # type: ignore[arg-type]
+
+
+def test_another_loss_is_proven_anew(budget: int) -> None:
+    model, batch = mlp(), images()
+    with Session(model, still(model), budget, tolerance=0) as session:
+        in_micro_batches(session, batch, mean, 3)
+        assert session.split_refusal == ""
+        expected, gradients = plain_gradients(Case(mlp, images, contrastive), model, batch)
+        report = session.step(batch, contrastive)
+        assert "do not add up" in session.split_refusal
+    assert report.loss == pytest.approx(expected, rel=1e-6)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_labels_that_stop_counting_alike_in_mid_training_are_not_cut_wrongly(budget: int) -> None:
+    """Two losses of which each may ignore labels have no common weight."""
+
+    def spans(asked: nn.Module, part: Any) -> Tensor:
+        logits = asked(part[0])
+        return F.cross_entropy(logits, part[1]) + F.cross_entropy(logits.flip(1), part[2])
+
+    model, (x, y), ends = mlp(), images(), torch.randint(0, 5, (12,))
+    with Session(model, still(model), budget, tolerance=0) as session:
+        first = in_micro_batches(session, (x, y, ends), spans, 4)
+        assert (first.micro_batch, session.split_refusal) == (4, "")
+        ignored = ends.clone()
+        ignored[:3] = -100
+        expected, gradients = plain_gradients(Case(mlp, images, spans), model, (x, y, ignored))
+        report = session.step((x, y, ignored), spans)
+        assert "its loss operators divide by [4.0, 1.0]" in session.split_refusal
+    assert report.loss == pytest.approx(expected, rel=1e-6)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [3, 5, 8, 9])
+def test_batch_statistics_are_never_taken_of_one_example(size: int, budget: int) -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
+    calls = []
+
+    def loss(asked: nn.Module, part: Any) -> Tensor:
+        calls.append(len(part[0]))
+        return mean(asked, part)
+
+    with Session(model, still(model), budget, allow_batchnorm_split=True) as session:
+        in_micro_batches(session, images(size), loss, 2)
+        assert session.split_refusal == "" or size < 4
+    assert min(calls) >= 2
+
+
+def test_a_resumed_session_goes_on_cutting(budget: int) -> None:
+    model, batch = mlp(), images()
+    with Session(model, still(model), budget, tolerance=0) as session:
+        in_micro_batches(session, batch, mean, 3)
+        state = session.state_dict()
+    with Session(model, still(model), budget, tolerance=0) as session:
+        session.load_state_dict(state)
+        assert session.step(batch, mean).micro_batch == 3
+        assert session.split_refusal == ""
+
+
+@pytest.fixture(params=[None, "budget"])
+def bounded(request: pytest.FixtureRequest, budget: int) -> int | None:
+    return budget if request.param else None
+
+
+def test_gradients_that_the_user_accumulated_are_added_to(bounded: int | None) -> None:
+    model, batch = mlp(), images()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    twin = copy.deepcopy(model)
+    for part in (images(4), batch):
+        mean(twin, part).backward()
+        if part is not batch:
+            mean(model, part).backward()
+    with Session(model, optimizer, bounded, tolerance=0) as session:
+        session.step(batch, mean)
+        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad)
+        session.step(batch, mean)  # what the step before left is not the user's
+        _, gradients = plain_gradients(Case(mlp, images, mean), model, batch)
+        session.step(batch, mean)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_gradients_mixed_with_those_of_the_step_before_are_refused() -> None:
+    model, batch = mlp(), images()
+    optimizer = still(model)
+    with Session(model, optimizer, None) as session:
+        session.step(batch, mean)
+        mean(model, batch).backward()
+        held = [parameter.grad.clone() for parameter in model.parameters()]
+        with pytest.raises(AccumulatedGradientError, match=r"call optimizer\.zero_grad"):
+            session.step(batch, mean)
+        for parameter, gradient in zip(model.parameters(), held, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+        optimizer.zero_grad(set_to_none=False)
+        session.step(batch, mean)
