@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from daf.profiling.constant_random import ConstantRandom
 from daf.step.batch_cut import BatchCut
 from daf.step.gradient_sketch import GradientSketcher
 from daf.step.loss_weights import LossWeights, Weighing
 from daf.step.microbatch import LossFunction, read_loss
 from daf.step.state_snapshot import StateSnapshot
 from daf.torch_compat.compiler_stance import eagerly
-from daf.torch_compat.constant_random import ConstantRandom
 from daf.torch_compat.modules import AnyBatchNorm
 
 MOST_EXAMPLES = 4

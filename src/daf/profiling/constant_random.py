@@ -2,7 +2,7 @@
 
 A batch and its parts draw different random numbers. Inside ``ConstantRandom`` dropout keeps
 everything, and a draw of any size is one number throughout, so that what is left to differ between
-the two is the mathematics. Dispatch modes lie in a private module of PyTorch.
+the two is the mathematics.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from daf.torch_compat.dispatch_mode import TorchDispatchMode
 
 _GOLDEN = 0.6180339887498949  # multiples of it spread evenly, so that loops over draws end
 
