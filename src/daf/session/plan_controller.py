@@ -7,7 +7,8 @@ held other than predicted. ``PlanSelector`` makes the plans; ``PlanController`` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from daf.session.noise_controller import NoiseController
 from daf.session.plan_autotuner import StepMeasurement
 from daf.session.plan_selector import PlanSelector
 from daf.session.resumable import Resumable
-from daf.session.step_profiles import StepProfiles
+from daf.session.step_profiles import AHEAD, ProfileGrowth, StepProfiles
 from daf.step.context import BatchInfo, StepContext
 from daf.step.splitting import NOT_PROVEN
 
@@ -51,6 +52,7 @@ class PlanController(Resumable):
     budget_controller: BudgetController
     allowed: Callable[[], Allowed]
     fixed_policy: Policy
+    growth: ProfileGrowth = field(default_factory=ProfileGrowth)
     predicted_peak_bytes: int | None = None
     planned_for_bytes: int = 0  # of the measured batch
     uncut_examples: int = 0  # of the largest batch so far, where no plan cuts any
@@ -90,6 +92,7 @@ class PlanController(Resumable):
             profiles = self.step_profiles.measure(
                 context, budget_bytes, on_progress, can_fuse=self.selector.can_fuse
             )
+        self.growth.note(context.info, profiles)
         self.selector.allow(self.allowed())
         try:
             self.keeper.bound(budget_bytes, budget_bytes)
@@ -110,7 +113,7 @@ class PlanController(Resumable):
         """
         self._follow_budget(self.budget_controller.begin_step())
         if self.budget_bytes is not None and context.info.nbytes > self.planned_for_bytes:
-            self.selector.forget()
+            self._outgrow(context, self.budget_bytes)
         self.selector.between_steps()
         plan = self._adopt(self.prepare(context))
         if self._cuts_unproven(self.selector.running or plan, context):
@@ -118,6 +121,21 @@ class PlanController(Resumable):
         is_new = self.selector.autotuner.is_trying_another
         self.keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
         return self._whole(self.selector.running or plan, context.info)
+
+    def _outgrow(self, context: StepContext, budget_bytes: int) -> None:
+        """Plan for a larger batch from smaller ones, if they are near and a plan fits; else forget.
+
+        What is forgotten is measured anew, on this batch.
+        """
+        for ahead in (AHEAD, 1.0):
+            profiles = self.growth.reached(context.info, ahead) if self.selector.plan else None
+            if profiles is None:
+                break
+            with suppress(BudgetError):
+                self.selector.regrow(self.noise.weighed(profiles), budget_bytes)
+                self.planned_for_bytes = int(context.info.nbytes * ahead)
+                return
+        self.selector.forget()
 
     def _without_budget(self, info: BatchInfo) -> Plan:
         self.uncut_examples = info.examples

@@ -151,6 +151,21 @@ class PlanSelector(Resumable):
             self.first = self._first_plan(self.plan, budget_bytes)
         return self.plan
 
+    def regrow(self, profiles: Profiles, budget_bytes: int) -> None:
+        """Go on with a plan for a larger batch; what steps showed of the peak still corrects it.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        before, self.profiles = self.profiles, profiles
+        try:
+            plan = self._make(budget_bytes)
+        except BudgetError:
+            self.profiles = before
+            raise
+        self.autotuner.forget()
+        self.plan, self.first = plan, None
+
     def _first_plan(self, plan: Plan, budget_bytes: int) -> Plan | None:
         """Return the first step's plan, whose peak precedes the optimizer's new state."""
         profile = self._measured.of(plan)

@@ -1,9 +1,12 @@
-"""Measures a session's small steps, with PyTorch's own operators and with fused ones."""
+"""Measures a session's small steps, with PyTorch's own operators and with fused ones.
+
+What was measured serves larger batches too, as long as they are near it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -14,12 +17,18 @@ from daf.core.units import format_bytes
 from daf.kernels.devices import can_code_on
 from daf.memory.domain import MemoryDomain, device_of
 from daf.planning import planner
+from daf.profiling.growth import Growth, grown
 from daf.profiling.model_memory import gradient_bytes
 from daf.profiling.profiler import Profiler
-from daf.step.context import StepContext
+from daf.step.context import BatchInfo, StepContext
 
 # A measured small step needs the gradients and about as much again in workspaces and activations.
 ROOM_TO_MEASURE = 4
+# An example is measured anew when it is so much larger than any measured: lengths from 16 to 400
+# take seven profiles.
+MOST_RATIO = 1.6
+# Plans are made for examples a little larger than the one at hand, so that few are made.
+AHEAD = 1.1
 
 
 @dataclass(eq=False)
@@ -91,3 +100,38 @@ class StepProfiles:
         found = profiler.profile(context, budget_bytes, own, on_progress)
         self.proof_ms += profiler.proof_ms
         return found
+
+
+@dataclass(eq=False)
+class ProfileGrowth:
+    """The two largest examples measured: bytes of one, and the profiles of a batch of them."""
+
+    _known: list[tuple[float, Profiles]] = field(default_factory=list)
+
+    def note(self, info: BatchInfo, profiles: Profiles) -> None:
+        """Keep the profiles of a measured batch."""
+        found = [*self._known, (_bytes_each(info), profiles)]
+        self._known = sorted(found, key=lambda each: each[0])[-2:]
+
+    def reached(self, info: BatchInfo, ahead: float) -> Profiles | None:
+        """Return profiles for a batch and ``ahead`` times as large; None: too far from measured."""
+        if not self._known:
+            return None
+        nbytes, profiles = self._known[-1]
+        ratio = _bytes_each(info) / nbytes
+        if ratio > MOST_RATIO:
+            return None
+        before, step = None, 1.0
+        if len(self._known) > 1:
+            before, step = self._known[0][1], nbytes / self._known[0][0]
+
+        def larger(profile: Profile, other: Profile | None) -> Profile:
+            return grown(profile, info.examples, Growth(max(1.0, ratio * ahead), other, step))
+
+        own, fused = larger(profiles.own, before.own if before else None), profiles.fused
+        fused_before = before.fused if before else None
+        return Profiles(own, None if fused is None else larger(fused, fused_before))
+
+
+def _bytes_each(info: BatchInfo) -> float:
+    return info.nbytes / max(1, info.examples)

@@ -1,0 +1,80 @@
+"""Profiles of larger batches from those measured: more examples, or larger ones.
+
+A profile is affine in examples. In the size of an example (a sequence's length, say) every number
+follows the power that two measured sizes show, between 0 and 2; with one size measured, 2: that of
+attention's scores, which grow fastest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from daf.core.profile import Affine, Profile
+
+MOST_POWER = 2.0
+_GROWING = ("savings", "calls", "timeline", "passing_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How a profile's examples grow: ``ratio`` times as large each.
+
+    ``before``: a profile of examples ``step`` times smaller; None: nothing else was measured.
+    """
+
+    ratio: float
+    before: Profile | None = None
+    step: float = 1.0
+
+    def factor(self, large: float, small: float | None) -> float:
+        """Return what a number grows by that was ``small`` ``step`` times earlier."""
+        power = MOST_POWER
+        if small is not None and self.step > 1.0:
+            rise = math.log(large / small) / math.log(self.step) if min(large, small) > 0 else 0.0
+            power = min(MOST_POWER, max(0.0, rise))
+        return float(self.ratio**power)
+
+
+def grown(profile: Profile, examples: int, growth: Growth) -> Profile:
+    """Return the profile of ``examples`` examples that have grown."""
+    if growth.ratio <= 1.0:
+        return replace(profile, batch_size=examples)
+    before = growth.before
+    alike = before if before is not None and _course(before) == _course(profile) else None
+
+    def larger(line: Affine, other: Affine | None) -> Affine:
+        small = None if other is None else other.at(profile.batch_size)
+        factor = growth.factor(line.at(profile.batch_size), small)
+        return Affine(line.fixed * factor, line.per_example * factor)
+
+    changed = {
+        name: _mapped(getattr(profile, name), alike and getattr(alike, name), larger)
+        for name in _GROWING
+    }
+    slower = growth.ratio**MOST_POWER
+    times = tuple((count, slower * each) for count, each in profile.micro_batch_ms)
+    return replace(profile, batch_size=examples, micro_batch_ms=times, **changed)
+
+
+def _course(profile: Profile) -> tuple[object, ...]:
+    """Return a key that is equal for profiles whose numbers correspond."""
+    sites = tuple((each.site, each.storage, each.content) for each in profile.savings)
+    inputs = tuple(len(each.inputs) for each in profile.calls)
+    return sites, inputs, len(profile.timeline.transient)
+
+
+def _mapped(value: Any, other: Any, change: Callable[[Affine, Affine | None], Affine]) -> Any:
+    """Return nested dataclasses and tuples with every line changed beside the other's."""
+    if isinstance(value, Affine):
+        return change(value, other)
+    if isinstance(value, tuple):
+        others = other or [None] * len(value)
+        return tuple(_mapped(*pair, change) for pair in zip(value, others, strict=True))
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in fields(value)]
+        parts = {n: _mapped(getattr(value, n), other and getattr(other, n), change) for n in names}
+        return replace(value, **parts)
+    return value
