@@ -22,7 +22,7 @@ from daf.memory.memory_events import Holder, MemoryEvent, holders_of, live_after
 from daf.memory.statistics import join_label, split_label
 from daf.torch_compat.autograd_graph import running_node, sequence_number
 from daf.torch_compat.autograd_nodes import sequence_number_of
-from daf.torch_compat.dispatch_mode import TorchDispatchMode
+from daf.torch_compat.dispatch_mode import DispatchMode
 
 BEFORE = "(before recording)"
 _PICKLE_PROTOCOL = 4  # that PyTorch's viewer reads
@@ -141,7 +141,7 @@ class _Asker:
         self._paths.append(self._current())
 
 
-class _LabelOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LabelOperators(DispatchMode):
     """Labels this thread's allocations with the operator that is running."""
 
     def __init__(self, asker: _Asker) -> None:

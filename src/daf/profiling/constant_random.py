@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.torch_compat.dispatch_mode import TorchDispatchMode
+from daf.torch_compat.dispatch_mode import DispatchMode
 
 _GOLDEN = 0.6180339887498949  # multiples of it spread evenly, so that loops over draws end
 
 
-class ConstantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ConstantRandom(DispatchMode):
     """Every random operator's result is one number; ``dtypes``: of what operators returned."""
 
     def __init__(self) -> None:

@@ -7,6 +7,7 @@ plain PyTorch, where that fits. Random states, buffers, gradients and training f
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -115,9 +116,10 @@ class Profiler:
                 on_progress("fusions")
                 self._dry_run(context, expected, budget_bytes)
             sizes = _sizes_within(probe_sizes(examples), expected, budget_bytes, self._least)
-            # Once unmeasured: code pages, thread pools and kernels' own buffers stay loaded.
-            on_progress("a first small step")
-            self._observe(context, sizes[0])
+            if smallest is None:
+                # Once unmeasured: code pages, thread pools and kernels' own buffers stay loaded.
+                on_progress("a first small step")
+                self._observe(context, sizes[0])
             observations = self._observations(context, sizes, budget_bytes, on_progress)
             on_progress("times")
             times = self._times(context, observations, budget_bytes)
@@ -133,7 +135,12 @@ class Profiler:
             return found
         return calibrated(found, times.kept[-1][0], times.coded_ms)
 
-    def _choose_cut(self, context: StepContext, budget_bytes: int) -> Observation | None:
+    def prove_cut(self, context: StepContext) -> None:
+        """Make the context's choice of how its batch is cut, where no budget bounds anything."""
+        with preserved_state(self.model, gradients=True):
+            self._choose_cut(context, math.inf)
+
+    def _choose_cut(self, context: StepContext, budget_bytes: float) -> Observation | None:
         chooser = CutChooser(
             self.model,
             self._observe,

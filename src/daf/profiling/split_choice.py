@@ -45,7 +45,7 @@ class CutChooser:
     allow_statistics: bool
     proof_ms: float = 0.0
 
-    def run(self, context: StepContext, budget_bytes: int) -> Observation | None:
+    def run(self, context: StepContext, budget_bytes: float) -> Observation | None:
         """Make the context's choice; return the smallest step, or None where no part runs."""
         if context.choice.refusal != NOT_PROVEN:
             return self._smallest(context, context.choice.cut)
@@ -75,6 +75,7 @@ class CutChooser:
             if least > context.info.examples:
                 break
             try:
+                self.observe(context, least)  # once unmeasured: libraries load in a first step
                 return self.observe(context, least)
             except (DafError, MemoryError, torch.OutOfMemoryError):
                 raise
@@ -82,7 +83,7 @@ class CutChooser:
                 self.recover()
         return None
 
-    def _judged(self, context: StepContext, found: Observation, budget_bytes: int) -> SplitChoice:
+    def _judged(self, context: StepContext, found: Observation, budget_bytes: float) -> SplitChoice:
         """Return the context's cut with its weights, and why training may not use it."""
         cut, splitting, size = context.choice.cut, context.splitting, context.info.examples
         statistics = "" if self.allow_statistics else split_refusal(self.model)
@@ -104,10 +105,5 @@ class CutChooser:
         return SplitChoice(cut, weighing, "" if splitting.is_promised else refusal)
 
     def _plainly(self, found: Observation, examples: int) -> float:
-        """Return the expected peak of a step that saves as plain PyTorch does.
-
-        Only tensors grow with the examples: libraries took their own in the step observed.
-        """
-        share, tensors = examples / found.examples, max(found.peak_bytes, default=0)
-        once = self.expected(found, found.examples)
-        return once + (share - 1) * tensors + share * found.plain_bytes
+        """Return the expected peak of a step that saves as plain PyTorch does."""
+        return self.expected(found, examples) + found.plain_bytes * examples / found.examples

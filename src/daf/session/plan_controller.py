@@ -117,7 +117,7 @@ class PlanController(Resumable):
         self.selector.between_steps()
         plan = self._adopt(self.prepare(context))
         if self._cuts_unproven(self.selector.running or plan, context):
-            plan = self._with_proof(context)
+            plan = self._with_proof(self.selector.running or plan, context)
         is_new = self.selector.autotuner.is_trying_another
         self.keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
         return self._whole(self.selector.running or plan, context.info)
@@ -208,9 +208,13 @@ class PlanController(Resumable):
     def _cuts_unproven(self, plan: Plan, context: StepContext) -> bool:
         return bool(context.choice.refusal) and plan.micro_batch < context.info.examples
 
-    def _with_proof(self, context: StepContext) -> Plan:
+    def _with_proof(self, plan: Plan, context: StepContext) -> Plan:
         """Return a plan for a batch of another structure, or another loss, than the plan's."""
-        if context.choice.refusal != NOT_PROVEN:
+        if self.budget_bytes is None and context.choice.refusal == NOT_PROVEN:
+            self.step_profiles.prove_cut(context)
+        if not context.choice.refusal:
+            return plan
+        if context.choice.refusal != NOT_PROVEN or self.budget_bytes is None:
             return self.stop_splitting(context, context.choice.refusal)
         self.selector.forget()
         return self._adopt(self.prepare(context))

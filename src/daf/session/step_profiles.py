@@ -101,6 +101,12 @@ class StepProfiles:
         self.proof_ms += profiler.proof_ms
         return found
 
+    def prove_cut(self, context: StepContext) -> None:
+        """Prove, without a budget, how a batch is cut that a plan of the user's cuts."""
+        profiler = self.make_profiler()
+        profiler.prove_cut(context)
+        self.proof_ms += profiler.proof_ms
+
 
 @dataclass(eq=False)
 class ProfileGrowth:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,15 @@ from daf.core.errors import AccumulatedGradientError
 class UserGradients:
     """Tells the gradients that a step left in its parameters from those of the user.
 
-    As in plain PyTorch a step adds to gradients that it finds; a session clears only its own.
+    As in plain PyTorch a step adds to gradients that it finds; a session clears only those of
+    sessions, its own or one before it over the same model.
     """
+
+    _left: ClassVar[dict[int, tuple[weakref.ref[Tensor], int]]] = {}
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     @contextmanager
     def set_aside(self) -> Iterator[bool]:
@@ -51,9 +54,11 @@ class UserGradients:
 
     def note_left(self) -> None:
         """Note the gradients that the step leaves, which the next one clears."""
-        self._left = {
-            id(grad): (weakref.ref(grad), grad._version) for _, grad in self._with_gradients()
-        }
+        for key, (reference, _) in [*self._left.items()]:
+            if reference() is None:
+                self._left.pop(key, None)
+        for _, grad in self._with_gradients():
+            self._left[id(grad)] = weakref.ref(grad), grad._version
 
     def _with_gradients(self) -> list[tuple[Tensor, Tensor]]:
         groups = self._optimizer.param_groups

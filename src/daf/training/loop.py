@@ -95,9 +95,7 @@ class _Run:
     def prepare(self) -> None:
         """Plan a new run and write a checkpoint of its beginning."""
         self.memory.mark("profile")
-        plan = self.job.session.prepare(
-            self.job.train_batch(0), self.job.task.loss, self._profiling
-        )
+        plan = self.job.session.prepare(self.job.train_batch(0), self._loss, self._profiling)
         self.observer.note(f"plan: {plan.reason}")
         self.folder.begin(self.job.settings)
         self._checkpoint()
