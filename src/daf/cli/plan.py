@@ -44,6 +44,8 @@ def _show(outline: dict[str, Any]) -> None:
         _show_noise(console, outline["noise"])
     if outline["choices"]:
         console.print(_choice_table(outline["choices"]))
+    if outline["left_alone"]:
+        console.print(_left_alone_table(outline["left_alone"]))
     if outline["sites"]:
         console.print(_site_table(outline["sites"]))
 
@@ -68,6 +70,15 @@ def _choice_table(choices: list[str]) -> Table:
     for line in choices:
         what, _, why = line.partition(": ")
         table.add_row(what, why)
+    return table
+
+
+def _left_alone_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("lever", "where", "why not", "would save", title="left alone")
+    for row in rows:
+        saved = row["saved_bytes"]
+        size = "unknown" if saved is None else format_bytes(saved)
+        table.add_row(row["lever"], ", ".join(row["modules"]) or "the step", row["reason"], size)
     return table
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from daf.core.policy import Need, Site, Treatment
+from daf.core.policy import KEEP, Need, Site, Treatment
+from daf.core.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +63,33 @@ class FusionReport:
     pattern: str  # empty if not fused
     reason: str  # why no more of what follows is fused
     operator: str = "batch_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class LeverRefusal:
+    """A lever left alone: nothing has proven that it changes nothing, or it was forbidden."""
+
+    lever: str  # "splitting", "replay" or "fusion"
+    modules: tuple[str, ...]  # their paths; empty for the whole step
+    reason: str
+    saved_bytes: int | None  # by which the least budget would be lower; None: unknown
+
+    def __str__(self) -> str:
+        where = f" of {', '.join(self.modules)}" if self.modules else ""
+        saved = f"; it would lower the least budget by {format_bytes(self.saved_bytes or 0)}"
+        return f"{self.lever}{where}: {self.reason}{saved if self.saved_bytes else ''}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return one row of plain values, for tables and JSON."""
+        return {
+            "lever": self.lever,
+            "modules": list(self.modules),
+            "reason": self.reason,
+            "saved_bytes": self.saved_bytes,
+        }
+
+    def as_site(self) -> dict[str, Any]:
+        """Return the same with the columns of a ``SiteReport``."""
+        site = Site(", ".join(self.modules), self.lever, 0, 0)
+        columns = SiteReport(site, Need.EXACT, KEEP, 0, 0).as_dict() | {"method": "left alone"}
+        return columns | {"reason": self.reason, "saved_bytes": self.saved_bytes}

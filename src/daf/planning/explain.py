@@ -1,12 +1,18 @@
-"""Why a plan: one line per choice, and the account of its peak term by term."""
+"""Why a plan: one line per choice, the account of its peak term by term, and what no plan does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
+from daf.core.errors import BudgetError
 from daf.core.policy import Treatment
-from daf.core.reports import FusionReport
+from daf.core.profile import CallProfile, Profile
+from daf.core.reports import FusionReport, LeverRefusal
 from daf.core.units import format_bytes
 from daf.planning.options import KEPT, Option
 from daf.planning.table import Selection, Table, largest_gradient_bytes
@@ -42,7 +48,7 @@ def explain(table: Table, selection: Selection) -> tuple[str, ...]:
         f"{replay.cost_ms:.2f} ms a micro-batch"
         for replay in table.replays_in(selection)
     ]
-    return (*lines, *_about_refused_replays(table))
+    return tuple(lines)
 
 
 def account_of(table: Table, selection: Selection) -> dict[str, int]:
@@ -61,6 +67,47 @@ def account_of(table: Table, selection: Selection) -> dict[str, int]:
     between = profile.resident_bytes - profile.floor_bytes - profile.parameter_bytes
     transient = base - profile.resident_bytes - gradients - profile.optimizer_bytes
     return known | {"beside_the_model": between, "transient": transient}
+
+
+def left_alone(
+    profiles: Sequence[Profile], least: Callable[[Sequence[Profile]], int]
+) -> list[LeverRefusal]:
+    """Return what no plan does because nothing has proven it, and the bytes that it would save.
+
+    ``least`` returns the least budget of these profiles, PyTorch's own operators' first.
+    """
+
+    def saved_bytes(change: Callable[[Profile], Profile]) -> int | None:
+        with suppress(BudgetError):
+            return max(0, least(profiles) - least([change(each) for each in profiles]))
+        return None
+
+    found, own = [], profiles[0]
+    if own.split_refusal:
+        bytes_cut = saved_bytes(lambda each: replace(each, split_refusal=""))
+        found.append(LeverRefusal("splitting", (), own.split_refusal, bytes_cut))
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for module, reason in own.replay_refusals.items():
+        callers = accumulate(module.split(".")[:-1], "{}.{}".format)
+        if not any(own.replay_refusals.get(caller) == reason for caller in callers):
+            by_reason[reason].append(module)
+    for reason, modules in by_reason.items():
+        bytes_replayed = saved_bytes(partial(_replaying, reason))
+        found.append(LeverRefusal("replay", tuple(modules), reason, bytes_replayed))
+    for fusion in profiles[-1].fusions:
+        if not fusion.pattern:
+            place = (f"{fusion.module}:{fusion.operator}",)
+            found.append(LeverRefusal("fusion", place, fusion.reason, None))
+    return found
+
+
+def _replaying(reason: str, profile: Profile) -> Profile:
+    """Return the profile as if calls refused for this reason could be replayed."""
+
+    def allowed(call: CallProfile) -> CallProfile:
+        return replace(call, replayable=call.replayable or call.replay_refusal == reason)
+
+    return replace(profile, calls=tuple(map(allowed, profile.calls)))
 
 
 def _gradients_at(table: Table, moment: int) -> int:
@@ -85,22 +132,6 @@ def _about_micro_batch(table: Table) -> str:
         f"micro-batches of {size} of {profile.batch_size}: {rate / whole:.0%} of the whole batch's "
         "examples a second, cheaper here than holding less of each example"
     )
-
-
-def _about_refused_replays(table: Table) -> Iterator[str]:
-    """Yield a line for every module that must not be replayed, but for those inside such a one."""
-    profile = table.profile
-    refusals = profile.replay_refusals
-    for module, reason in refusals.items():
-        callers = accumulate(module.split(".")[:-1], "{}.{}".format)
-        if not any(refusals.get(caller) == reason for caller in callers):
-            held = {
-                each.storage: each.storage_bytes.at(table.micro_batch)
-                for each in profile.savings
-                if f"{each.site.module}.".startswith(f"{module}.")
-            }
-            most = format_bytes(int(sum(held.values())))
-            yield f"{module}: not replayed, which could free {most}: {reason}"
 
 
 def _about_fusion(fusion: FusionReport) -> str:

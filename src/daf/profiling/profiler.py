@@ -249,12 +249,14 @@ class Profiler:
             None if room >= 2 * smallest.plain_bytes else max(0, room),
             most_ms(count, examples, Affine.through(times.kept).at(examples)),
         )
+        start_s = time.perf_counter()
         found = prove_replays(
             self.model,
             smallest,
             lambda: read_loss(context.loss_fn(self.model, part), count),
             limits,
         )
+        self.proof_ms += 1000.0 * (time.perf_counter() - start_s)
         self._make_room()
         return found
 

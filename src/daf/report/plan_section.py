@@ -37,6 +37,7 @@ def plan_figure(run: Run) -> Markup:
             element("div", *rows, class_="strips", role="group", aria_label="The plan by module"),
         ),
         _plan_words(run),
+        _left_alone(run),
         _site_table(strips),
     )
 
@@ -97,6 +98,25 @@ def _plan_words(run: Run) -> Markup:
     return joined(
         reason, replayed, element("details", summary, element("ul", *lines, class_="findings"))
     )
+
+
+def _left_alone(run: Run) -> Markup:
+    """Return a table of the levers that were not pulled, and what each would have saved."""
+    refused = (run.plan or {}).get("left_alone", ())
+    if not refused:
+        return joined()
+    rows = [
+        (
+            row["lever"],
+            ", ".join(row["modules"]) or "the step",
+            "unknown" if row["saved_bytes"] is None else format_bytes(row["saved_bytes"]),
+            row["reason"],
+        )
+        for row in refused
+    ]
+    header = ("lever", "where", "would save", "why")
+    summary = element("summary", f"{len(rows)} levers left alone: nothing has proven them")
+    return element("details", summary, table(header, rows))
 
 
 def _site_table(strips: Iterable[ModuleStrip]) -> Markup:

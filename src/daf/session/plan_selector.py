@@ -18,9 +18,11 @@ from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
 from daf.core.profile import Profile, Profiles
+from daf.core.reports import LeverRefusal
 from daf.planning import planner
 from daf.planning.background_search import BackgroundPlan
 from daf.planning.bit_widths import wider_level
+from daf.planning.explain import left_alone
 from daf.planning.options import Allowed
 from daf.session.plan_autotuner import PlanAutotuner, PlanKind, StepMeasurement, plan_kind
 from daf.session.resumable import Resumable
@@ -81,6 +83,7 @@ class PlanSelector(Resumable):
         self.reweighed_ms = 0.0  # processor time of ended searches by new sensitivities
         self._search: BackgroundPlan | None = None
         self._by_numbers: BackgroundPlan | None = None  # the last search by new sensitivities
+        self._left_alone: tuple[Profiles, list[LeverRefusal]] | None = None
 
     @property
     def running(self) -> Plan | None:
@@ -306,6 +309,13 @@ class PlanSelector(Resumable):
             profiles = tuple(replace(p, weights={}, noise_per_weight=0.0) for p in profiles)
         least = planner.least_feasible_budget(profiles, self.constraints)
         return self._actual(least) + self._allowance_bytes
+
+    def left_alone(self) -> list[LeverRefusal]:
+        """Return what no plan does because nothing has proven it, computed once per profile."""
+        if self._left_alone is None or self._left_alone[0] is not self.profiles:
+            least = partial(planner.least_feasible_budget, constraints=self.constraints)
+            self._left_alone = self._measured, left_alone(self._planned, least)
+        return [*self._left_alone[1]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs (JSON-able)."""

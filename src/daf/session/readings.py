@@ -6,6 +6,7 @@ from typing import Any
 
 from daf.core.plan import Plan
 from daf.core.profile import Profile
+from daf.core.reports import LeverRefusal, SiteReport
 from daf.sensitivity.noise_record import NoiseRecord
 from daf.sensitivity.result import Sensitivity
 from daf.session.budget_controller import BudgetChange
@@ -107,9 +108,31 @@ class SessionReadings:
         """Why the last step released no gradients although that was asked for; else empty."""
         return self._gradient.release.refusal
 
+    def sites(self) -> tuple[SiteReport, ...]:
+        """Return what was done at each site in the last captured step."""
+        return self._capture.sites()
+
+    def left_alone(self) -> list[LeverRefusal]:
+        """Return what no plan does because nothing has proven that it changes nothing, and why.
+
+        Empty before ``prepare`` or without a budget. Takes some ms: a least budget is computed
+        with and without each.
+        """
+        if self.profile is None:
+            return []
+        found = self._plan_controller.selector.left_alone()
+        if self.fusion_refusal:
+            found.append(LeverRefusal("fusion", (), self.fusion_refusal, None))
+        return found
+
     def explain(self) -> list[dict[str, Any]]:
-        """Return one row per site of the last captured step: site, need, treatment, bytes."""
-        return [report.as_dict() for report in self._capture.sites()]
+        """Return a row per site of the last captured step, then one per lever left alone.
+
+        A site's has its need, treatment and bytes; a lever's has its ``reason``, and in
+        ``saved_bytes`` by how much the least budget would be lower (None: unknown).
+        """
+        sites = [each.as_dict() for each in self.sites()]
+        return sites + [each.as_site() for each in self.left_alone()]
 
     @property
     def noise(self) -> NoiseController:

@@ -132,6 +132,9 @@ class _Run:
     def _report_conditions(self) -> None:
         for setting in self.job.session.settings:
             self.observer.note(f"while this runs: {setting}")
+        for refused in self.job.session.left_alone():
+            if refused.lever != "fusion" or not refused.modules:  # the plan tells of each place
+                self.observer.note(f"left alone: {refused}")
         if self.job.order.left_out_per_epoch:
             self.observer.note(
                 f"each epoch leaves out {self.job.order.left_out_per_epoch} examples, others each "

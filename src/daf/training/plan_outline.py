@@ -31,6 +31,7 @@ def outline_of(job: TrainingJob, batch: Batch) -> dict[str, Any]:
         "least_feasible_bytes": session.least_feasible_bytes(),
         "release_gradients": plan.release_gradients,
         "choices": [*plan.choices, *_about_operators(session)],
+        "left_alone": _left_alone(session),
         "noise": _noise_of(session, plan),
         "process_settings": list(session.settings),
         "sites": _sites_of(job, plan, batch),
@@ -46,10 +47,15 @@ def write_plan_records(job: TrainingJob, folder: RunFolder) -> None:
     plan = job.session.plan
     if plan is not None:
         predicted = {"predicted_peak_bytes": job.session.predicted_peak_bytes}
-        write_json(folder.plan, _facts(plan) | {"choices": list(plan.choices)} | predicted)
-    rows = job.session.explain()
+        told = {"choices": list(plan.choices), "left_alone": _left_alone(job.session)}
+        write_json(folder.plan, _facts(plan) | told | predicted)
+    rows = [each.as_dict() for each in job.session.sites()]
     if rows:
         write_lines(folder.sites, rows)
+
+
+def _left_alone(session: Session) -> list[dict[str, Any]]:
+    return [each.as_dict() for each in session.left_alone()]
 
 
 def _facts(plan: Plan) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from daf.budget.request import AUTO, parse_budget
 from daf.core.errors import RunFolderError, UnknownNameError
@@ -18,6 +18,10 @@ from daf.training.task import Goal
 OPTIMIZERS = ("sgd", "adamw")
 MEMORY_FORMATS = ("channels_last", "contiguous")
 NO_BUDGET = "none"
+Split = bool | Literal["auto"]
+Operators = Literal["auto", "pytorch"]
+_SPLITS: dict[str, Split] = {"auto": "auto", "always": True, "never": False}
+_OPERATORS: dict[str, Operators] = {"auto": "auto", "pytorch": "pytorch"}
 
 
 def read_budget(text: str) -> int | float | str | None:
@@ -36,6 +40,16 @@ def read_bits(text: str) -> int | str:
     if not text.isdigit() or not 1 <= int(text) <= 8:
         raise UnknownNameError(f"unknown --bits {text!r}; known: 1 to 8, exact, plain")
     return int(text)
+
+
+def read_split(text: str) -> Split:
+    """Parse ``--split``: auto, always or never; raises UnknownNameError for others."""
+    return _SPLITS[checked_choice("--split", text, tuple(_SPLITS))]
+
+
+def read_operators(text: str) -> Operators:
+    """Parse ``--operators``: auto or pytorch; raises UnknownNameError for others."""
+    return _OPERATORS[checked_choice("--operators", text, tuple(_OPERATORS))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +161,18 @@ class TrainSettings:
     )
     allow_batchnorm_split: bool = _shared(
         False, "Allow smaller batches inside a step though batch norm sees them."
+    )
+    split: Split = _shared(
+        "auto",
+        "Cut a batch into parts where a few examples prove them to add up to it (auto); always: "
+        "they do, by your word; or never.",
+        parse=read_split,
+    )
+    operators: Operators = _shared(
+        "auto",
+        f"{' or '.join(_OPERATORS)}: fuse operators where that pays and was proven, or run "
+        "PyTorch's own.",
+        parse=read_operators,
     )
     goal: Goal | None = _shared(  # noqa: RUF009 - an enumeration is immutable
         None, "What to train for, where the model does not say it."
