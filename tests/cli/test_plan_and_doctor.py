@@ -51,6 +51,25 @@ def test_a_plan_s_sites_are_treated_as_the_policy_says(daf: Daf) -> None:
     assert 0 < plain["account"]["saved"] <= held
 
 
+def test_a_plan_says_what_was_left_alone_and_users_may_forbid_or_promise(daf: Daf) -> None:
+    asked = ("plan", "tiny_models:classifier", "--budget", "2GB", *SMALL, "--json")
+    (whole,) = [e for e in daf(*asked).json["left_alone"] if e["lever"] == "splitting"]
+    assert "batch" in whole["reason"]  # statistics
+    assert whole["saved_bytes"] >= 0
+    allowed = (*asked, "--allow-batchnorm-split")
+    levers = [each["lever"] for each in daf(*allowed).json["left_alone"]]
+    assert "splitting" not in levers
+    (forbidden,) = daf(*allowed, "--split", "never", "--operators", "pytorch").json["left_alone"]
+    assert (forbidden["lever"], forbidden["reason"]) == ("splitting", "split=False was asked for")
+    printed = daf(*asked[:-1]).out
+    assert "left alone" in printed
+    assert "would save" in printed
+    for wrong in (("--split", "perhaps"), ("--operators", "mine")):
+        ran = daf(*asked, *wrong)
+        assert ran.code == 2
+        assert "known: auto" in ran.json["error"]["message"]
+
+
 def test_a_plan_refuses_as_training_does_and_its_least_budget_holds(daf: Daf) -> None:
     asked = ("tiny_models:classifier", *SMALL, "--json")
     refusal = daf("plan", *asked, "--budget", "20MB")

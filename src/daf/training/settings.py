@@ -162,13 +162,13 @@ class TrainSettings:
     allow_batchnorm_split: bool = _shared(
         False, "Allow smaller batches inside a step though batch norm sees them."
     )
-    split: Split = _shared(
+    split: bool | Literal["auto"] = _shared(
         "auto",
         "Cut a batch into parts where a few examples prove them to add up to it (auto); always: "
         "they do, by your word; or never.",
         parse=read_split,
     )
-    operators: Operators = _shared(
+    operators: Literal["auto", "pytorch"] = _shared(
         "auto",
         f"{' or '.join(_OPERATORS)}: fuse operators where that pays and was proven, or run "
         "PyTorch's own.",
