@@ -152,14 +152,6 @@ def test_the_gradient_is_that_of_differences() -> None:
     assert torch.autograd.gradcheck(repeated, given_)
 
 
-def test_there_is_no_second_derivative() -> None:
-    given_ = inputs((2, 1, 4, 2))
-    result = attention(*given_, dropout_p=0.1)
-    (gradient,) = torch.autograd.grad(result.square().sum(), given_[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
 def packed(*given_: Tensor) -> list[Tensor]:
     """Views of one tensor, as of one projection of all three."""
     lengths = [each.shape[2] for each in given_]

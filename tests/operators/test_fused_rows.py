@@ -409,14 +409,6 @@ def test_backward_twice_needs_retain_graph() -> None:
         out.sum().backward()
 
 
-def test_second_derivatives_are_refused() -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-    out, _ = fused_step(x)
-    (found,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        found.sum().backward()
-
-
 def test_parameters_may_change_before_backward() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     out, norm = fused_step(x, "exact")
@@ -428,16 +420,20 @@ def test_parameters_may_change_before_backward() -> None:
     torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-5)
 
 
-def test_an_input_kept_and_changed_is_reported_and_one_coded_cannot_be_read() -> None:
-    for bits, reason in (("exact", "inplace"), (2, "scales")):
-        norm, y = make(nn.LayerNorm, 64), torch.randn(64, 64, requires_grad=True) * 1
+def test_an_input_kept_and_changed_is_reported_and_one_coded_comes_without_its_means() -> None:
+    for kind, bits in ((nn.LayerNorm, "exact"), (nn.LayerNorm, 8), (nn.RMSNorm, 8)):
+        norm, y = make(kind, 64), 5 * torch.randn(64, 64, requires_grad=True) + 3
+        before = y.detach() - y.detach().mean(-1, keepdim=True) * (kind is nn.LayerNorm)
         with compress(norm, bits, fused=True):
             out = norm(y)
         with torch.no_grad():
             y.mul_(2)
-        with pytest.raises(SavedTensorError, match=reason):
-            _ = out.grad_fn.saved_tensors
-        if bits == 2:
+        if bits == "exact":
+            with pytest.raises(SavedTensorError, match="inplace"):
+                _ = out.grad_fn.saved_tensors
+        else:
+            (found,) = out.grad_fn.saved_tensors
+            assert (found - before).norm() < 0.02 * before.norm()
             out.sum().backward()
 
 

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.capture.compress import compress
+from daf.core.policy import policy_for, with_fused_operators
 from daf.operators.chunked import weight_gradient
 from daf.torch_compat.ownership import is_held_by_none_but
 
@@ -70,10 +72,10 @@ def train(make: Callable[[], nn.Module], bits: int | str, keep: Any) -> dict[str
     relu_outputs: list[int] = []
     second = [part for part in model.modules() if isinstance(part, nn.Conv2d)][-1]
     second.register_forward_pre_hook(lambda _, inputs: relu_outputs.append(inputs[0].data_ptr()))
-    capture = compress(model, bits, fused=True)
+    capture, policy = Capture(model), with_fused_operators(policy_for(bits))
     for _ in range(2):
         model.zero_grad()
-        with capture:
+        with capture.step(policy, 0, 0):
             loss = model(x).square().mean()
         plain_bytes = capture.stats.plain_bytes
         loss.backward()

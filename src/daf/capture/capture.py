@@ -79,6 +79,8 @@ class Capture:
             the same cap (``devices``).
         spill: where *spill* treatments write; nothing is opened before one does.
         host: how much of a device's codes may wait in host memory; None: none.
+        can_run_again: whoever runs a step runs it again after a ``FusionError``. Else fewer raise
+            it: what a deferred normalisation is computed from lives as long as its result.
     """
 
     def __init__(
@@ -87,8 +89,11 @@ class Capture:
         store: Store | None = None,
         spill: SpillOptions | SpillStore | None = None,
         host: HostOptions | HostCodes | None = None,
+        *,
+        can_run_again: bool = True,
     ) -> None:
         self.model = model
+        self._can_run_again = can_run_again
         self._store = store = make_store() if store is None else store
         self.devices = devices = DeviceStores(self.pool_bytes)
         self._spill = spill = spill if isinstance(spill, SpillStore) else SpillStore(spill)
@@ -195,7 +200,8 @@ class Capture:
     def _operators_of(self, policy: Policy, hooks: SavedTensorHooks) -> OperatorDispatch | None:
         if not policy.operators:
             return None
-        context = OperatorContext(hooks, self._state, policy, hooks.key)
+        again = self._can_run_again
+        context = OperatorContext(hooks, self._state, policy, hooks.key, can_run_again=again)
         return OperatorDispatch(self._operators.named(policy.operators), context)
 
     @property

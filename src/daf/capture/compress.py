@@ -85,7 +85,8 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         policy = with_chunked_operators(policy, policy.chunk_bytes, chunked=chunked)
         self._policy = with_fused_operators(policy, chunked=chunked) if fused else policy
         self._model = model
-        self._capture = Capture(model, make_store(parse_optional_bytes(pool_bytes)), spill, host)
+        store = make_store(parse_optional_bytes(pool_bytes))
+        self._capture = Capture(model, store, spill, host, can_run_again=False)
         self._seed = seed
         self._entries = 0
         self._open: list[AbstractContextManager[Capture]] = []

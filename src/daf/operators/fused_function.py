@@ -1,4 +1,8 @@
-"""The autograd function of every fused operator, and what it holds in place of its input."""
+"""The autograd function of every fused operator, and what it holds in place of its input.
+
+Where a graph of the gradients is wanted (``create_graph``), these are PyTorch's own, of the input
+as it is held.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from daf.codecs.layout import Layout
+from daf.core.errors import SavedTensorError
 from daf.saved_tensors.packed_tensor import PackedTensor, saves_read_by
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.ownership import holders_of, sole_holders
@@ -37,26 +41,57 @@ class FusedSave(PackedTensor):
             owned: nobody else holds ``gradient``, so that it may be overwritten.
         """
 
+    @abstractmethod
+    def run_again(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        """Return PyTorch's own result of the input and the first other inputs."""
+
+    def differentiable(
+        self, gradient: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """Return gradients that can be differentiated themselves; ``inputs``: first of all."""
+        return differentiable_gradients(self.run_again, inputs, needs, gradient)
+
+
+def differentiable_gradients(
+    run: Callable[..., Tensor],
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    gradient: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``run(*inputs)``, with their graph; None where ``needs`` is False."""
+    with torch.enable_grad():
+        # Views, lest one input's gradient passes through another one that it was made from.
+        views = [None if each is None else each.view_as(each) for each in inputs]
+        pairs = zip(views, needs, strict=True)
+        wanted = [each for each, need in pairs if need and each is not None]
+        found = torch.autograd.grad(run(*views), wanted, gradient, create_graph=True)
+    remaining = iter(found)
+    return tuple(next(remaining) if need else None for need in needs)
+
 
 class FusedFunction(torch.autograd.Function):
     """A fused operator whose one save, its input, is settled by ``OperatorContext.settle``.
 
-    A subclass gives the autograd node its name. Autograd refuses second derivatives.
+    A subclass gives the autograd node its name.
     """
 
     reads_only_what_it_saved = True  # parameters are copied: see parameter_reads
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[], Tensor], x: Tensor, *_others: Tensor | None) -> Tensor:
-        """Return what ``run`` computes of ``x`` and the others."""
+    def forward(ctx: Any, run: Callable[[], Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
+        """Return what ``run`` computes of ``x`` and the others: weight, bias, an addend."""
         ctx.save_for_backward(x)
+        ctx.parameters = [(each, _version(each)) for each in others[:2]]
         ctx.set_materialize_grads(False)
         return run()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Compute gradients from the ``FusedSave`` that stands in place of the input."""
+        """Compute gradients from the ``FusedSave`` that stands in place of the input.
+
+        Raises:
+            SavedTensorError: they are to have a graph, and a parameter was changed in place.
+        """
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         with without_torch_function():
@@ -64,6 +99,23 @@ class FusedFunction(torch.autograd.Function):
             (saved,) = saves_read_by(lambda: ctx.saved_tensors)
             held = saved.held
             assert isinstance(held, FusedSave)
+            if torch.is_grad_enabled():
+                inputs = (*ctx.saved_tensors, *map(_unchanged, ctx.parameters))
+                return (None, *held.differentiable(gradient, inputs, ctx.needs_input_grad[1:]))
             if gradient.stride() != held.layout.stride or gradient.is_neg():
                 gradient, owned = held.layout.empty().copy_(gradient), True
             return (None, *held.backward(gradient, ctx.needs_input_grad[1:], owned=owned))
+
+
+def _version(parameter: Tensor | None) -> int:
+    return 0 if parameter is None else parameter._version
+
+
+def _unchanged(found: tuple[Tensor | None, int]) -> Tensor | None:
+    parameter, version = found
+    if _version(parameter) != version:
+        raise SavedTensorError(
+            "asked for a graph of gradients; a parameter of the normalisation was changed in place "
+            "since its forward pass; do that after the last backward pass"
+        )
+    return parameter

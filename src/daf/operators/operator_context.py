@@ -72,12 +72,21 @@ class FusedCall(NamedTuple, Generic[Held]):
 class OperatorContext:
     """What one step brings to its fused operators."""
 
-    def __init__(self, hooks: Hooks, state: SavedTensorState, policy: Policy, key: int) -> None:
+    def __init__(
+        self,
+        hooks: Hooks,
+        state: SavedTensorState,
+        policy: Policy,
+        key: int,
+        *,
+        can_run_again: bool = True,
+    ) -> None:
         sole_holders()  # known before the first backward pass asks
         self.hooks = hooks
         self.state = state
         self.policy = policy
         self.key = key
+        self.can_run_again = can_run_again  # whoever runs the step, after a FusionError
         self.stand_ins = StandIns()
         self.seen: AbstractContextManager[object] = nullcontext()  # operators inside are seen
 

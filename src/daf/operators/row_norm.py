@@ -29,7 +29,6 @@ from torch import Tensor
 
 from daf.codecs.layout import layout_of
 from daf.codecs.scratch import Scratch
-from daf.core.errors import SavedTensorError
 from daf.core.policy import Need
 from daf.kernels import RowMoments
 from daf.kernels.devices import is_coded_on_device
@@ -80,7 +79,7 @@ class RowNorm(NamedTuple):
 class RowsHeld(NormSave):
     """What a fused normalisation of rows holds for backward; a code frees the affine's shift."""
 
-    __slots__ = ("_centred", "_length", "_scale", "_shape", "_shift")
+    __slots__ = ("_centred", "_epsilon", "_length", "_scale", "_shape", "_shift")
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class RowsHeld(NormSave):
     ) -> None:
         super().__init__(norm.x, source, result, counted)
         self._length = norm.length
-        self._centred = norm.moments.centred
+        self._epsilon, self._centred = norm.moments
         self._shape = norm.parameter_shape
         self._scale = affine.scale
         self._shift = affine.shift if isinstance(source, Kept) else None
@@ -104,18 +103,24 @@ class RowsHeld(NormSave):
         return Channels(self._scale, self._shift, self._length)
 
     def restore(self, scratch: Scratch) -> Tensor:
-        """Return the normalisation's input, if that is held.
+        """Return the normalisation's input, less the rows' means where it subtracts these.
 
-        Raises:
-            SavedTensorError: only what its gradient needs is held.
+        Means are not held; derivatives of any order are the same without.
         """
         if isinstance(self.source, Kept):
             return self.source.restore(scratch)
-        raise SavedTensorError(
-            "asked for the input of a fused normalisation of rows; only its normalised value and "
-            "the rows' scales are held, which its gradient needs. Run without fused operators "
-            "(fused=False) to read it"
-        )
+        out = scratch.empty(self.layout)
+        inverse = self._scale.reciprocal()
+        self.source.content.decode(out, Channels(inverse, torch.zeros_like(inverse), self._length))
+        return out
+
+    def run_again(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        """Return PyTorch's own result."""
+        weight, bias = (each if each is None else each.flatten() for each in parameters)
+        rows, shape = x.reshape(-1, self._length), (self._length,)
+        if self._centred:
+            return F.layer_norm(rows, shape, weight, bias, self._epsilon).view_as(x)
+        return F.rms_norm(rows, shape, weight, self._epsilon).view_as(x)
 
     def backward(
         self, gradient: Tensor, needs: Sequence[bool], *, owned: bool

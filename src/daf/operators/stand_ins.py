@@ -1,7 +1,8 @@
 """Stand-ins: tensors of NaN that take the place of results until something reads them.
 
 A stand-in has the geometry of the result and no memory. An operator that needs no content follows
-it; every other reader gets the real tensor, computed then.
+it; every other reader gets the real tensor, computed then. What can no longer be computed raises
+``FusionError``; the call is not deferred from then on, so that the step can run again.
 """
 
 from __future__ import annotations
@@ -80,25 +81,32 @@ class Deferred:
             FusionError: one was changed in place since.
         """
         if self._present_versions() != self._versions:
+            self._refuse(f"changed before {reader}")
             raise FusionError(
                 f"what the fused {self.what} at {self.site.module!r} reads was changed in place "
                 f"before {reader} ran, which no step before did; {_UNFUSED}"
             )
 
-    def take(self, reader: str) -> Any:
-        """Return the parts for computing now, and forget them.
+    def take(self, reader: str, *, keep: bool = False) -> Any:
+        """Return the parts for computing now, and forget them unless ``keep``.
 
         Raises:
             FusionError: they are gone, or were changed in place since.
         """
         if self.parts is None:
+            self._refuse(f"its result is read after {reader}")
             raise FusionError(
                 f"asked for the result of the {self.what} at {self.site.module!r} after "
                 f"{reader}, which no step before did; its input is gone: {_UNFUSED}"
             )
         self.check_unchanged(reader)
-        parts, self.parts, self.reads, self._versions = self.parts, None, (), ()
+        parts = self.parts
+        if not keep:
+            self.parts, self.reads, self._versions = None, (), ()
         return parts
+
+    def _refuse(self, reason: str) -> None:
+        self.operator.table.decide(self.site, self.operator.alone, reason)
 
     def _present_versions(self) -> tuple[int, ...]:
         return tuple(tensor._version for tensor in self.reads)
@@ -148,18 +156,22 @@ class StandIns:
         return deferred.result
 
     def finish(self) -> None:
-        """End the step.
+        """End the step: what still lives becomes the real tensor, and is deferred no more.
 
         Raises:
-            FusionError: a stand-in still lives. From the next step on that call is not deferred.
+            FusionError: one can no longer be computed.
         """
-        outlived = list(self._deferred.values())
-        for deferred in outlived:
+        outlived = list(self._deferred.items())
+        self._deferred.clear()
+        for stand_in, deferred in outlived:
             operator = deferred.operator
             operator.table.decide(deferred.site, operator.alone, OUTLIVED)
-        if outlived:
-            raise FusionError(
-                f"the result of the fused {outlived[0].what} at {outlived[0].site.module!r} "
-                "outlives the step, which no step before did; that tensor holds NaN. "
-                f"R{_UNFUSED[1:]}, or run the step again"
-            )
+            if deferred.result is None and deferred.parts is None:
+                raise FusionError(
+                    f"the result of the fused {deferred.what} at {deferred.site.module!r} "
+                    "outlives the step, which no step before did; that tensor holds NaN. "
+                    f"R{_UNFUSED[1:]}, or run the step again"
+                )
+            real = self.compute(deferred)
+            with torch.enable_grad():
+                torch.utils.swap_tensors(stand_in, real.view_as(real))  # type: ignore[no-untyped-call]

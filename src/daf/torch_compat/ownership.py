@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from daf.torch_compat.autograd_graph import storage_holders, without_torch_function
 
@@ -38,7 +37,6 @@ class _Probe(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         """Count the gradient's holders."""
         assert gradient is not None

@@ -389,7 +389,7 @@ def test_a_normalisation_runs_its_own_kernels_and_no_operators_beside(
         assert (x[:1] / 3).isfinite().all()
     assert beside - {"mul", "neg"} <= {"empty", "zeros", "zero_", "new_empty"}, beside
     assert "div" in seen.names  # the mode does see them
-    assert [each._version for each in running[:2]] == [each + 1 for each in versions]
+    assert [each._version for each in running[:2]] == versions  # as after PyTorch's own
 
 
 def test_what_the_kernels_refuse() -> None:

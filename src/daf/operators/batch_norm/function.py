@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from daf.codecs.codes import MaskCode
@@ -58,12 +59,13 @@ class Norm(NamedTuple):
     bias: Tensor | None
     statistics: Statistics
     geometry: Geometry
+    epsilon: float
 
 
 class NormHeld(NormSave):
     """What a fused batch normalisation holds for backward."""
 
-    __slots__ = ("geometry", "mask", "statistics")
+    __slots__ = ("epsilon", "geometry", "mask", "statistics")
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class NormHeld(NormSave):
         counted: Holding,
     ) -> None:
         super().__init__(norm.x, source, result, counted)
-        self.geometry = norm.geometry
+        self.geometry, self.epsilon = norm.geometry, norm.epsilon
         self.mask = mask
         self.statistics = norm.statistics
 
@@ -90,6 +92,22 @@ class NormHeld(NormSave):
         out = scratch.empty(self.layout)
         self.source.content.decode(out, self.statistics.inverse(self.geometry.inner))
         return out
+
+    def run_again(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        """Return PyTorch's own normalisation."""
+        weight, bias = parameters
+        return F.batch_norm(x, None, None, weight, bias, training=True, eps=self.epsilon)
+
+    def differentiable(
+        self, gradient: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """Return gradients that can be differentiated themselves, the addend's too."""
+        if self.mask is not None:
+            passed = self.layout.empty()
+            self.mask.content.decode(passed, 0.0, 1.0)
+            gradient = torch.where(passed.bool(), gradient, 0)
+        addend = gradient if needs[3] else None
+        return (*super().differentiable(gradient, inputs, needs[:3]), addend)
 
     def backward(
         self, gradient: Tensor, needs: Sequence[bool], *, owned: bool
@@ -171,7 +189,7 @@ class NormArguments(NamedTuple):
         geometry = Geometry(x.shape[1], channel_stride(x) or 1, x.numel())
         with torch.no_grad():
             statistics = take_statistics(x.detach(), geometry, self.eps, running)
-        return Norm(x, self.weight, self.bias, statistics, geometry)
+        return Norm(x, self.weight, self.bias, statistics, geometry, self.eps)
 
 
 def objection(call: NormArguments | None, pack: Callable[..., Any]) -> str:

@@ -10,13 +10,14 @@ every step is the composite's own. Where nothing is coded, gradients are PyTorch
 of additions. Weights are not linear in q and k, so few bits of these would bias the gradient: their
 codes have eight bits, or four where a plan knows what these add.
 
-Autograd refuses second derivatives.
+Where a graph of the gradients is wanted, weights exist for the whole batch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -24,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from daf.core.policy import Need
 from daf.operators.chunked import weight_gradient
 from daf.operators.eligibility import autograd_objection, is_plain
+from daf.operators.fused_function import differentiable_gradients
 from daf.operators.protocol import OperatorCall
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.function_copies import with_globals
@@ -77,6 +78,11 @@ class _Attention(NamedTuple):
         elif mask is not None:
             scores += mask
         return safe_softmax(scores, -1)
+
+    def result(self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, mask: Tensor | None) -> Tensor:
+        """Return attention's result, by operators that autograd differentiates."""
+        weights = self.weights(q * self.scale, k * self.scale, mask)
+        return (weights * self.noise(kept, weights.dtype)) @ v
 
     def noise(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the factors by which dropout multiplies weights, from its bits."""
@@ -136,11 +142,15 @@ class ChunkedAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients; compute the weights again, chunk by chunk."""
         with without_torch_function():
             saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
+            if torch.is_grad_enabled():
+                *_, kept, mask = _part(saved, 0, len(saved[0]))
+                run = partial(ctx.kind.result, kept=kept, mask=mask)
+                found = differentiable_gradients(run, saved[:3], needs, gradient)
+                return (*found, None, None, None)
             found = tuple(
                 torch.empty_like(each) if needed else None
                 for each, needed in zip(saved, needs, strict=False)

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
 from daf.core.policy import Need
 from daf.operators.eligibility import autograd_objection, has_usual_strides, is_plain
+from daf.operators.fused_function import differentiable_gradients
 from daf.saved_tensors.packed_tensor import Kept, Rederived, saves_read_by
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.ownership import holders_of, sole_holders
@@ -51,7 +51,8 @@ class Product(Protocol):
 class ChunkedProduct(torch.autograd.Function):
     """A product whose backward goes through the batch a chunk at a time.
 
-    A subclass gives the autograd node its name. Autograd refuses second derivatives.
+    A subclass gives the autograd node its name. Where a graph of the gradients is wanted, these are
+    PyTorch's own, of the whole input.
     """
 
     daf_needs = (Need.LINEAR, Need.EXACT)  # of its saves: see ``name_saves``
@@ -72,14 +73,15 @@ class ChunkedProduct(torch.autograd.Function):
         ``chunk_bytes_on`` of a coded one.
         """
         ctx.save_for_backward(x, weight)
-        ctx.product, ctx.chunk_bytes = product, chunk_bytes
+        ctx.product, ctx.chunk_bytes, ctx.has_bias = product, chunk_bytes, bias is not None
         return product.forward(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients, chunk by chunk unless the input comes back whole."""
         with without_torch_function():
+            if torch.is_grad_enabled():
+                return (*_differentiable(ctx, gradient), None, None)
             owned = holders_of(gradient) == sole_holders()
             saved_input, saved_weight = saves_read_by(lambda: ctx.saved_tensors)
             weight, held = saved_weight.restore(Scratch()), saved_input.held
@@ -90,6 +92,14 @@ class ChunkedProduct(torch.autograd.Function):
                 x = saved_input.restore(Scratch())
                 found = ctx.product.backward(gradient, x, weight, needs)
             return (*found, None, None)
+
+
+def _differentiable(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    # Its value counts for nothing.
+    bias = weight.new_zeros(len(weight)).requires_grad_() if ctx.has_bias else None
+    needs = ctx.needs_input_grad[:3]
+    return differentiable_gradients(ctx.product.forward, (x, weight, bias), needs, gradient)
 
 
 def _in_chunks(

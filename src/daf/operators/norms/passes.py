@@ -66,9 +66,10 @@ class ComputedValues:
 def take_statistics(
     x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
 ) -> Statistics:
-    """Measure mean and inverse deviation of every channel; update running statistics in place."""
-    if running is not None:
-        torch.autograd.graph.increment_version((running.mean, running.variance))
+    """Measure mean and inverse deviation of every channel; update running statistics in place.
+
+    Their versions stay as they are, as after PyTorch's own, which saves them for backward.
+    """
     return backend_of(x).channel_statistics(x, geometry, epsilon, running)
 
 
