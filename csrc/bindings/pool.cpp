@@ -23,21 +23,7 @@ nb::object cap_or_none(uint64_t bytes) {
   return bytes == paging::no_cap ? nb::object(nb::none()) : nb::object(nb::int_(bytes));
 }
 
-// Where the limit refuses memory: the reclaim hook, then the pool's own planes, then `want_less`.
-template <class Work, class Less>
-uint64_t with_room(Pool& pool, Work work, Less want_less) {
-  for (;;) {
-    try {
-      return work();
-    } catch (const paging::RefusedError& error) {
-      if (allocator::ask_for_room(error.bytes) || pool.evict(error.bytes).pages || want_less())
-        continue;
-      allocator::count_refusal();
-      throw;
-    }
-  }
-}
-
+// Where the limit refuses memory: the reclaim hook, the pool's own planes, then fewer new ones.
 uint64_t allocate(Pool& pool, uint64_t count, int bits, int minimum_bits, bool headers,
                   const std::vector<double>& importance, uint64_t tag) {
   if (importance.size() != size_t(bits))
@@ -45,13 +31,16 @@ uint64_t allocate(Pool& pool, uint64_t count, int bits, int minimum_bits, bool h
                               std::to_string(importance.size()) +
                               " importances; give one for each plane");
   paging::Request request{count, bits, minimum_bits, headers, importance.data(), tag};
-  return with_room(
-      pool, [&] { return pool.allocate(request); },
-      [&] { return bits - ++request.missing_bits >= minimum_bits; });
-}
-
-uint64_t allocate_span(Pool& pool, uint64_t bytes, uint64_t tag) {
-  return with_room(pool, [&] { return pool.allocate_span(bytes, tag); }, [] { return false; });
+  for (;;) {
+    try {
+      return pool.allocate(request);
+    } catch (const paging::RefusedError& error) {
+      if (allocator::ask_for_room(error.bytes) || pool.evict(error.bytes).pages) continue;
+      if (bits - ++request.missing_bits >= minimum_bits) continue;
+      allocator::count_refusal();
+      throw;
+    }
+  }
 }
 
 void set_importance(Pool& pool, uint64_t handle, const std::vector<double>& importance) {
@@ -125,15 +114,12 @@ void bind_class(nb::module_& module) {
           nb::arg("increment_bytes"), nb::arg("may_cut_increment"), nb::arg("poison"),
           nb::arg("charged") = false, nb::arg("elsewhere") = false)
       .def("allocate", &allocate, unlocked())
-      .def("allocate_span", &allocate_span, unlocked())
       .def("release", &Pool::release, unlocked())
       .def("pin",
            [](Pool& pool, uint64_t handle) {
              return view_fields(without_lock([&] { return pool.pin(handle); }));
            })
       .def("unpin", &Pool::unpin, unlocked())
-      .def("span_address",
-           [](Pool& pool, uint64_t handle) { return uintptr_t(pool.span_address(handle)); })
       .def("live_bytes", &Pool::live_bytes, unlocked())
       .def("set_importance", &set_importance, unlocked())
       .def(

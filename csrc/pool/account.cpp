@@ -102,10 +102,6 @@ bool Pool::is_sound() {
     if (!tensor.handle) continue;
     ++tensors;
     payload += payload_of(tensor);
-    if (!tensor.bits) {
-      for (uint64_t i = 0; i < tensor.runs; ++i) own(uint64_t(tensor.full_runs) + i);
-      continue;
-    }
     spare += tensor.pins ? 0 : spare_pages(tensor);
     tables += table_bytes(tensor);
     const uint64_t planes = present_pages(tensor) - header_pages(tensor);

@@ -39,10 +39,6 @@ void Pool::free_page(uint64_t page) {
 
 void Pool::free_pages_of(const Tensor& tensor) {
   payload_bytes_ -= payload_of(tensor);
-  if (!tensor.bits) {
-    for (uint64_t i = 0; i < tensor.runs; ++i) free_page(uint64_t(tensor.full_runs) + i);
-    return;
-  }
   const uint64_t planes = present_pages(tensor) - header_pages(tensor);
   for (uint64_t i = 0; i < planes; ++i) free_page(tensor.table[i]);
   const uint32_t* headers = tensor.table + uint64_t(tensor.bits) * tensor.runs;
@@ -58,43 +54,6 @@ bool Pool::group_is_empty(uint64_t group) const {
   }
   const uint64_t mask = (uint64_t(1) << pages_per_group_) - 1;
   return !(used_[first / 64] >> (first % 64) & mask);
-}
-
-// The lowest run of `pages` unused pages, with memory or without; it may reach beyond the groups.
-uint64_t Pool::find_gap(uint64_t pages) const {
-  const uint64_t end = groups_ * pages_per_group_;
-  uint64_t start = 0;
-  for (uint64_t at = 0; at < end && at - start < pages;) {
-    const uint64_t next_word = (at / 64 + 1) * 64, word = used_[at / 64] >> (at % 64);
-    if (word == 0) {
-      at = next_word;
-      continue;
-    }
-    const uint64_t free_here = uint64_t(lowest_bit(word));
-    if (at + free_here - start >= pages) break;
-    const uint64_t behind = ~(word >> free_here);
-    start = at = behind ? at + free_here + uint64_t(lowest_bit(behind)) : next_word;
-  }
-  return start + pages <= region_.bytes() / page_bytes_ ? start : nothing;
-}
-
-// Takes consecutive pages and gives them memory, whatever the cap.
-uint64_t Pool::take_gap(uint64_t pages) {
-  const uint64_t first = find_gap(pages);
-  if (first == nothing)
-    throw FullError("no " + std::to_string(pages) +
-                    " consecutive pages are left in the reserved addresses; reserve more");
-  const uint64_t last_group = (first + pages + pages_per_group_ - 1) / pages_per_group_;
-  if (last_group > groups_) extend_groups(last_group);
-  const uint64_t first_group = pages ? first / pages_per_group_ : last_group;
-  uint64_t missing = 0;
-  for (uint64_t group = first_group; group < last_group; ++group) missing += unbacked_.has(group);
-  if (!may_take(missing)) throw_refused(missing);
-  for (uint64_t group = first_group; group < last_group; ++group)
-    if (unbacked_.has(group)) back_group(group);
-  growths_ += missing != 0;
-  for (uint64_t page = first; page < first + pages; ++page) mark_used(page);
-  return first;
 }
 
 void Pool::extend_groups(uint64_t groups) {
@@ -244,15 +203,14 @@ void Pool::make_room(Tensor& newcomer, uint64_t metadata) {
   if (pages > free_.count()) grow(pages - free_.count(), most);
 }
 
-// Evicts and returns memory until the cap holds; false if it cannot.
-bool Pool::shrink_to_cap() {
-  if (cap_bytes_ == no_cap) return true;
+// Evicts and returns memory until the cap holds, or nothing more may go.
+void Pool::shrink_to_cap() {
+  if (cap_bytes_ == no_cap) return;
   for (;;) {
     const uint64_t most = most_groups(metadata_bytes(0, 0)), most_pages = most * pages_per_group_;
-    if (backed_ <= most) return true;
+    if (backed_ <= most) return;
     return_groups(backed_ - most);
-    if (backed_ <= most) return true;
-    if (!evictable_pages_) return false;
+    if (backed_ <= most || !evictable_pages_) return;
     const uint64_t over = live_pages_ > most_pages ? live_pages_ - most_pages : 1;
     evict_pages(std::min(over, evictable_pages_));
   }

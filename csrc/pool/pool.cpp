@@ -152,31 +152,6 @@ void Pool::fill_table(const Tensor& tensor) {
   payload_bytes_ += payload_of(tensor);
 }
 
-uint64_t Pool::allocate_span(uint64_t bytes, uint64_t tag) {
-  const uint64_t pages = (bytes + page_bytes_ - 1) / page_bytes_;
-  if (options_.elsewhere) throw MisuseError("asked for a span; pages that lie elsewhere have none");
-  if (pages >= no_page) throw FullError("a span of that many pages cannot exist");
-  const std::lock_guard<std::mutex> lock(mutex_);
-  growth_.note_demand(pages / pages_per_group_);
-  check_possible(pages, most_groups(metadata_bytes(free_slot_ == 0, 0)));
-  ensure_slot();
-  Tensor span{};
-  span.tag = tag;
-  span.count = bytes;
-  span.runs = uint32_t(pages);
-  span.full_runs = uint32_t(take_gap(pages));
-  add_tensor(span);
-  payload_bytes_ += bytes;
-  if (!shrink_to_cap()) {
-    free_pages_of(span);
-    remove_tensor(span);
-    return_surplus();
-    throw_full(pages, most_groups(metadata_bytes(0, 0)));
-  }
-  note_peaks();
-  return span.handle;
-}
-
 void Pool::release(uint64_t handle) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Tensor tensor = find(handle);
@@ -210,7 +185,7 @@ void Pool::add_tensor(Tensor& tensor) {
 }
 
 void Pool::remove_tensor(const Tensor& tensor) {
-  if (tensor.table) table_bytes_ -= table_bytes(tensor);
+  table_bytes_ -= table_bytes(tensor);
   std::free(tensor.importance);
   const uint32_t slot = slot_of(tensor);
   tensors_[slot] = Tensor{};
@@ -245,7 +220,6 @@ uint64_t Pool::table_bytes(const Tensor& tensor) const {
 }
 
 uint64_t Pool::present_pages(const Tensor& tensor) const {
-  if (!tensor.bits) return tensor.runs;
   return uint64_t(tensor.kept - 1) * tensor.runs + tensor.full_runs + header_pages(tensor);
 }
 
@@ -261,7 +235,6 @@ uint64_t Pool::page_payload(const Tensor& tensor, uint64_t run) const {
 }
 
 uint64_t Pool::payload_of(const Tensor& tensor) const {
-  if (!tensor.bits) return tensor.count;
   const uint64_t blocks = blocks_of(tensor.count), plane_bytes = blocks * block_plane_bytes;
   return (tensor.kept - 1) * plane_bytes + std::min(plane_bytes, tensor.full_runs * page_bytes_) +
          (tensor.has_headers ? blocks * block_header_bytes : 0);
@@ -272,7 +245,6 @@ uint64_t Pool::payload_of(const Tensor& tensor) const {
 View Pool::pin(uint64_t handle) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Tensor& tensor = find(handle);
-  if (!tensor.bits) throw MisuseError("asked to pin a span; it never moves and never goes");
   if (tensor.pins++ == 0) leave_tree(tensor);
   return {region_.base(), page_bytes_,      tensor.table, tensor.count,
           tensor.runs,    tensor.full_runs, tensor.bits,  tensor.kept};
@@ -285,13 +257,6 @@ void Pool::unpin(uint64_t handle) {
   if (--tensor.pins) return;
   enter_tree(tensor);
   shrink_to_cap();
-}
-
-uint8_t* Pool::span_address(uint64_t handle) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const Tensor& span = find(handle);
-  if (span.bits) throw MisuseError("asked for the address of planes; they lie in many places");
-  return region_.base() + span.full_runs * page_bytes_;
 }
 
 uint64_t Pool::live_bytes(uint64_t handle) {

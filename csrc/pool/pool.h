@@ -1,7 +1,7 @@
 // The paged pool: planes of codes in fixed pages, evicted least important first. See docs/pool.md.
 //
-// A page holds one plane of one run of elements (8 * page_bytes of them), or headers, or a part of
-// a plain span. Evicting precision drops pages: nothing is coded again, nothing moves. Calls may
+// A page holds one plane of one run of elements (8 * page_bytes of them), or headers.
+// Evicting precision drops pages: nothing is coded again, nothing moves. Calls may
 // come from any thread; each takes one lock. Kernels use pinned tensors, which are never evicted.
 #pragma once
 
@@ -114,15 +114,12 @@ class Pool {
   // important, it begins without them (see its view), and they count as evicted. Throws FullError,
   // MisuseError, std::bad_alloc; evicts nothing then unless the system's pages are larger.
   uint64_t allocate(const Request& request);
-  // `bytes` at consecutive addresses, never evicted.
-  uint64_t allocate_span(uint64_t bytes, uint64_t tag);
   // Throws while pinned.
   void release(uint64_t handle);
 
   View pin(uint64_t handle);
   void unpin(uint64_t handle);
-  uint8_t* span_address(uint64_t handle);
-  // Bytes of the pages that this tensor or span has now.
+  // Bytes of the pages that this tensor has now.
   uint64_t live_bytes(uint64_t handle);
   void set_importance(uint64_t handle, const double* importance, int bits);
 
@@ -152,11 +149,10 @@ class Pool {
   struct Tensor {
     uint64_t handle;  // 0: free slot
     uint64_t tag;
-    uint64_t count;      // elements, or the span's bytes
-    double* importance;  // bits numbers, then the page table; null for a span
-    uint32_t* table;     // null for a span
-    uint32_t runs;       // or the span's pages
-    uint32_t full_runs;  // or the span's first page
+    uint64_t count;      // elements
+    double* importance;  // bits numbers, then the page table
+    uint32_t* table;
+    uint32_t runs, full_runs;
     uint32_t pins;
     uint32_t next_free;  // slot + 1, among free slots
     uint8_t bits, minimum, kept;
@@ -186,8 +182,6 @@ class Pool {
   void free_page(uint64_t page);
   bool group_is_empty(uint64_t group) const;
   Bitmap& empty_groups() { return pages_per_group_ == 1 ? free_ : empty_; }
-  uint64_t find_gap(uint64_t pages) const;
-  uint64_t take_gap(uint64_t pages);
   void extend_groups(uint64_t groups);
   void back_group(uint64_t group);
   void forget_groups();
@@ -209,7 +203,7 @@ class Pool {
   void note_missing(const Tensor& newcomer);
   void check_possible(uint64_t pages, uint64_t most) const;
   [[noreturn]] void throw_full(uint64_t pages, uint64_t most) const;
-  bool shrink_to_cap();
+  void shrink_to_cap();
   uint64_t evict_least();
   void evict_pages(uint64_t pages);
   void log_eviction(const Tensor& tensor, uint32_t plane, uint64_t pages);

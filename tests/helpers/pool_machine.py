@@ -30,10 +30,6 @@ class Machine:
     def tensors(self) -> dict[int, ModelTensor]:
         return self.model.tensors
 
-    @property
-    def handles(self) -> list[int]:
-        return [*self.model.tensors, *self.model.spans]
-
     # --- operations -------------------------------------------------------------------------
 
     def allocate(
@@ -52,18 +48,6 @@ class Machine:
         tensor.is_new = False
         self.compare()
         assert not evicted or self.is_tight()
-        return handle
-
-    def allocate_span(self, nbytes: int) -> int | None:
-        pages = ceil_divide(nbytes, self.page_bytes)
-        try:
-            handle: int = self.pool.allocate_span(nbytes, 0)
-        except _native.pool.FullError:
-            self.check_refusal(pages, 0)
-            return None
-        self.follow_evictions()
-        self.model.add_span(handle, nbytes)
-        self.compare()
         return handle
 
     def release(self, handle: int) -> None:
@@ -146,7 +130,7 @@ class Machine:
         assert now["evictable_pages"] == model.spare
         assert now["evicted_pages"] == model.evicted_pages
         assert now["evicted_payload_bytes"] == model.evicted_payload
-        assert now["live_tensors"] == len(model.tensors) + len(model.spans)
+        assert now["live_tensors"] == len(model.tensors)
         backed = now["grown_bytes"] - now["returned_bytes"]
         assert backed == now["free_bytes"] + model.live_pages * self.page_bytes
         assert now["held_peak_bytes"] >= self.held
@@ -222,13 +206,8 @@ def random_step(machine: Machine, random: Random, tensors: int, largest: int) ->
         machine.release(handle)
     elif choice < 0.72:
         machine.set_importance(handle, random_importance(random, tensor.bits))
-    elif choice < 0.8:
-        machine.evict(random.randrange(8 * machine.page_bytes))
     elif choice < 0.86:
-        if random.random() < 0.5 and machine.model.spans:
-            machine.release(random.choice(list(machine.model.spans)))
-        else:
-            machine.allocate_span(int(largest ** random.random()) // 8)
+        machine.evict(random.randrange(8 * machine.page_bytes))
     elif choice < 0.93:
         machine.set_cap(random_cap(machine, random, max(32_000, tensors * largest // 10)))
     elif choice < 0.94:

@@ -63,7 +63,6 @@ class PoolModel:
     def __init__(self, page_bytes: int) -> None:
         self.page_bytes = page_bytes
         self.tensors: dict[int, ModelTensor] = {}
-        self.spans: dict[int, int] = {}
         self.order: list[tuple[int, int, int]] = []
         self.entered = 0
         self.evicted_pages = 0
@@ -96,17 +95,7 @@ class PoolModel:
         self.payload += tensor.payload
         self.enter(handle)
 
-    def add_span(self, handle: int, nbytes: int) -> None:
-        self.spans[handle] = nbytes
-        self.live_pages += ceil_divide(nbytes, self.page_bytes)
-        self.payload += nbytes
-
     def remove(self, handle: int) -> None:
-        if handle in self.spans:
-            nbytes = self.spans.pop(handle)
-            self.live_pages -= ceil_divide(nbytes, self.page_bytes)
-            self.payload -= nbytes
-            return
         self.leave(handle)
         tensor = self.tensors.pop(handle)
         self.live_pages -= tensor.pages

@@ -106,30 +106,14 @@ def test_memory_arrives_when_it_is_written_and_leaves_when_it_is_free() -> None:
 
 def test_pool_is_a_store() -> None:
     store: Store = PagedStore(poison=True)
-    buffers = [store.allocate(size) for size in (1, 5000, 100_000, 0, 12_288)]
-    for index, buffer in enumerate(buffers):
-        assert buffer.pointer % 64 == 0
-        ctypes.memset(buffer.pointer, index + 1, buffer.nbytes)
-    for index, buffer in enumerate(buffers):
-        assert read(buffer.pointer, buffer.nbytes) == bytes([index + 1]) * buffer.nbytes
-    assert [buffer.nbytes for buffer in buffers] == [4096, 8192, 102_400, 0, 12_288]
+    planes = [store.allocate_planes(count, 1, headers=False) for count in (1, RUN + 1, 0)]
+    assert [each.nbytes for each in planes] == [PAGE, 2 * PAGE, 0]
     peak = store.peak_bytes
-    assert peak >= sum(buffer.nbytes for buffer in buffers)
-    del buffers, buffer
+    assert peak >= 3 * PAGE
+    del planes
     assert store.live_bytes < peak == store.peak_bytes
     store.reset_peak()
     assert store.peak_bytes == store.live_bytes
-
-
-def test_a_span_fills_the_lowest_gap_that_is_long_enough() -> None:
-    store = PagedStore()
-    buffers = [store.allocate(PAGE) for _ in range(8)]
-    first = buffers[0].pointer
-    assert [buffer.pointer - first for buffer in buffers] == [PAGE * i for i in range(8)]
-    del buffers[4:6], buffers[1]
-    assert store.allocate(2 * PAGE).pointer == first + 4 * PAGE
-    assert store.allocate(PAGE).pointer == first + PAGE
-    assert store.allocate(3 * PAGE).pointer == first + 8 * PAGE
 
 
 def test_freed_pages_are_poisoned_under_test() -> None:
@@ -265,10 +249,9 @@ def test_planes_being_written_stay() -> None:
     assert store.evict(ALL).pages == 12
 
 
-def test_headers_minimum_planes_and_spans_are_never_given_up() -> None:
+def test_headers_and_minimum_planes_are_never_given_up() -> None:
     store = PagedStore()
     tensor = store.allocate_planes(4 * RUN, 4, minimum_bits=2)
-    buffer = store.allocate(3 * PAGE)
     for run in range(4):
         ctypes.memset(Pages(tensor.view).headers(run), run + 1, RUN // 64)
     tensor.seal()
@@ -276,7 +259,7 @@ def test_headers_minimum_planes_and_spans_are_never_given_up() -> None:
     assert kept(tensor) == [2] * 4
     with tensor.pinned() as view:
         assert [read(Pages(view).headers(run), RUN // 64)[-1] for run in range(4)] == [1, 2, 3, 4]
-    assert store.statistics().live_pages == 2 * 4 + 1 + buffer.nbytes // PAGE
+    assert store.statistics().live_pages == 2 * 4 + 1
 
 
 def test_importance_can_change() -> None:
@@ -344,7 +327,7 @@ def test_what_cannot_fit_is_refused_and_nothing_is_given_up() -> None:
     store = PagedStore(cap_bytes=600_000)
     tensor = paged(store, runs=16)
     with pytest.raises(PoolFullError, match=r"asked for 1\d{6} bytes.*cap 600000.*raise the cap"):
-        store.allocate(1_000_000)
+        store.allocate_planes(64 * RUN, 4)
     with pytest.raises(MemoryError):
         store.allocate_planes(64 * RUN, 4)
     assert kept(tensor) == [4] * 16
@@ -381,7 +364,7 @@ def test_foreign_and_invented_handles() -> None:
     tensor, twin = paged(mine), paged(other)
     assert tensor.handle % 2**24 == twin.handle % 2**24  # the same slot in both pools
     for handle in (tensor.handle, 0, 1, 2**64 - 1):
-        for name in ("release", "pin", "unpin", "live_bytes", "span_address"):
+        for name in ("release", "pin", "unpin", "live_bytes"):
             with pytest.raises(_native.pool.MisuseError, match="not alive here"):
                 getattr(other.native, name)(handle)
     assert other.native.is_sound()
@@ -462,8 +445,6 @@ def test_too_large_to_exist() -> None:
     store = PagedStore()
     with pytest.raises(PoolFullError):
         store.allocate_planes(2**62, 4)
-    with pytest.raises(PoolFullError):
-        store.allocate(2**61)
     assert store.native.is_sound()
 
 

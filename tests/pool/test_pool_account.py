@@ -52,9 +52,7 @@ def test_what_has_memory_is_charged_and_what_has_none_is_not(external: int) -> N
     store.evict(300 * PAGE)
     store.trim()
     assert charged_now(external) == backed_bytes(store) == 900 * PAGE
-    buffer = store.allocate(50 * PAGE)
-    assert charged_now(external) == backed_bytes(store) >= 950 * PAGE
-    del tensors, buffer
+    del tensors
     store.trim()
     assert charged_now(external) == 0
     tensor = filled(store, 10)
@@ -87,9 +85,7 @@ def test_what_cannot_fit_the_limit_is_refused_and_counted(external: int) -> None
         refusals = stats()["refusals"]
         with pytest.raises(PoolFullError, match="limit leaves no room"):
             store.allocate_planes(600 * RUN, 1)
-        with pytest.raises(PoolFullError):
-            store.allocate(3 * MIB)
-        assert stats()["refusals"] == refusals + 2
+        assert stats()["refusals"] == refusals + 1
     assert charged_now(external) == backed_bytes(store) == 0
     assert filled(store, 600, 1).nbytes == 600 * PAGE
     assert store.native.is_sound()

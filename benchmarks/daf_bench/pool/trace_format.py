@@ -3,10 +3,9 @@
 A trace is a file of JSON lines, one operation each, in the order they came::
 
     {"op":"planes","id":7,"count":65536,"bits":4,"minimum":1,"importance":[...],"headers":true,"tag":0}
-    {"op":"span","id":8,"bytes":8192}      a buffer of the plain Store interface
     {"op":"seal","id":7}                   written; planes may go from here on
     {"op":"importance","id":7,"importance":[...]}
-    {"op":"free","id":8}
+    {"op":"free","id":7}
     {"op":"evict","bytes":4096}  {"op":"cap","bytes":1000000}  {"op":"trim"}
     {"op":"mark","label":"step 3"}         the caller's own note
 
@@ -28,7 +27,7 @@ from typing import Any, Unpack
 
 from daf.core.errors import DataError
 from daf.pool.paged_pool import PagedStore, PlaneTensor, plane_importance
-from daf.pool.store import Buffer, PlaneOptions, Planes, Store
+from daf.pool.store import PlaneOptions, Planes, Store
 from daf.pool.views import EvictedPlane, PlaneView
 
 Event = dict[str, Any]
@@ -100,12 +99,6 @@ class RecordedPool:
         self._writer(event | planes_event(count, bits, minimum, values, headers, tag))
         return handle
 
-    def allocate_span(self, nbytes: int, tag: int) -> int:
-        """Allocate a buffer."""
-        handle: int = self._native.allocate_span(nbytes, tag)
-        self._writer({"op": "span", "id": handle, "bytes": nbytes})
-        return handle
-
     def pin(self, handle: int) -> Any:
         """Pin planes."""
         found = self._native.pin(handle)
@@ -123,7 +116,7 @@ class RecordedPool:
                 self._writer({"op": "seal", "id": handle})
 
     def release(self, handle: int) -> None:
-        """Free a tensor or buffer."""
+        """Free a tensor."""
         self._native.release(handle)
         self._writer({"op": "free", "id": handle})
 
@@ -173,7 +166,7 @@ def planes_event(
 
 
 class RecordedStore:
-    """Any store, with the lives of its buffers and planes written down."""
+    """Any store, with the lives of its planes written down."""
 
     def __init__(self, store: Store, writer: TraceWriter) -> None:
         self._store = store
@@ -198,11 +191,6 @@ class RecordedStore:
     def reset_peak(self) -> None:
         """Start the peak anew from what is alive now."""
         self._store.reset_peak()
-
-    def allocate(self, nbytes: int) -> Buffer:
-        """A buffer of the store behind."""
-        buffer = self._store.allocate(nbytes)
-        return _RecordedBuffer(buffer, self._begin({"op": "span", "bytes": nbytes}))
 
     def allocate_planes(self, count: int, bits: int, **options: Unpack[PlaneOptions]) -> Planes:
         """Planes of the store behind."""
@@ -236,18 +224,6 @@ class _Life:
         self._writer({"op": operation, "id": self._identity})
 
 
-class _RecordedBuffer:
-    def __init__(self, buffer: Buffer, life: _Life) -> None:
-        self._buffer: Buffer | None = buffer
-        self._life = life
-        self.pointer = buffer.pointer
-        self.nbytes = buffer.nbytes
-
-    def __del__(self) -> None:
-        self._buffer = None  # first, so that the line follows the deed
-        self._life.note("free")
-
-
 class _RecordedPlanes:
     def __init__(self, planes: Planes, life: _Life) -> None:
         self._planes: Planes | None = planes
@@ -277,7 +253,7 @@ class _RecordedPlanes:
         return self._planes
 
     def __del__(self) -> None:
-        self._planes = None
+        self._planes = None  # first, so that the line follows the deed
         self._life.note("free")
 
 
@@ -309,7 +285,6 @@ class Player:
     def __init__(self, store: PagedStore) -> None:
         self._store = store
         self._planes: dict[int, PlaneTensor] = {}
-        self._buffers: dict[int, Buffer] = {}
 
     def play(self, events: Iterable[Event]) -> Iterator[Event]:
         """Do one operation after the other; yields each when it is done.
@@ -336,15 +311,13 @@ class Player:
                     headers=event["headers"],
                     tag=event["tag"],
                 )
-            case "span":
-                self._buffers[event["id"]] = self._store.allocate(event["bytes"])
             case "seal":
                 self._planes[event["id"]].seal()
             case "importance":
                 handle = self._planes[event["id"]].handle
                 self._store.native.set_importance(handle, event["importance"])
             case "free":
-                self._free(event["id"])
+                self._planes.pop(event["id"]).release()
             case "evict":
                 self._store.evict(event["bytes"])
             case "cap":
@@ -355,9 +328,3 @@ class Player:
                 pass
             case unknown:
                 raise DataError(f"found the operation {unknown!r}, which no trace has")
-
-    def _free(self, identity: int) -> None:
-        if identity in self._planes:
-            self._planes.pop(identity).release()
-        else:
-            del self._buffers[identity]

@@ -17,7 +17,7 @@ from daf.core.code_tables import rotated_error
 from daf.core.errors import KernelError, PoolFullError
 from daf.kernels import PageFields
 from daf.pool.page_size import DEFAULT_PAGE_BYTES, DEVICE_ENTRY_BYTES, TABLE_ENTRY_BYTES, PageFitter
-from daf.pool.store import Buffer, PlaneOptions
+from daf.pool.store import PlaneOptions
 from daf.pool.views import Evicted, EvictedPlane, PlaneView, PoolStatistics
 
 _ADDRESS_SPACE_BYTES = 2**38
@@ -83,17 +83,6 @@ class PlaneTensor:
     def __del__(self) -> None:
         if not getattr(self, "_released", True):
             self.release()
-
-
-class _Span:
-    def __init__(self, store: PagedStore, handle: int) -> None:
-        self._store = store
-        self._handle = handle
-        self.nbytes = int(store.native.live_bytes(handle))
-        self.pointer = int(store.native.span_address(handle))
-
-    def __del__(self) -> None:
-        self._store.native.release(self._handle)
 
 
 class PagedStore:
@@ -172,14 +161,6 @@ class PagedStore:
     def reset_peak(self) -> None:
         """Restart the peaks from what is held now."""
         self.native.reset_peaks()
-
-    def allocate(self, nbytes: int) -> Buffer:
-        """Allocate at least ``nbytes`` bytes at one address, never evicted, content undefined.
-
-        PoolFullError: no room, even if all evictable planes went.
-        """
-        _check_bytes("buffer", nbytes)
-        return _Span(self, _call(self.native.allocate_span, nbytes, 0))
 
     def allocate_planes(
         self, count: int, bits: int, **options: Unpack[PlaneOptions]

@@ -24,18 +24,6 @@ class PlaneOptions(TypedDict, total=False):
     tag: int  # 64 bits, names the tensor in ``take_evictions``; default 0
 
 
-class Buffer(Protocol):
-    """Bytes that stay at one address until the last reference is dropped."""
-
-    @property
-    def pointer(self) -> int:
-        """Address of the first byte, a multiple of 4."""
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-
-
 class Planes(Protocol):
     """The planes and headers of one tensor, until the last reference is dropped.
 
@@ -61,7 +49,7 @@ class Planes(Protocol):
 
 
 class Store(Protocol):
-    """A source of buffers and planes that counts the bytes held."""
+    """A source of planes that counts the bytes held."""
 
     @property
     def live_bytes(self) -> int:
@@ -78,9 +66,6 @@ class Store(Protocol):
     def reset_peak(self) -> None:
         """Restart the peak from what is held now."""
 
-    def allocate(self, nbytes: int) -> Buffer:
-        """Allocate at least ``nbytes`` bytes, content undefined."""
-
     def allocate_planes(self, count: int, bits: int, **options: Unpack[PlaneOptions]) -> Planes:
         """Allocate ``bits`` planes of ``count`` elements, content undefined."""
 
@@ -92,7 +77,7 @@ class Store(Protocol):
 
 
 class PlainStore:
-    """A store in which every buffer is a tensor of its own; nothing is ever evicted."""
+    """A store of tensors of their own; nothing is ever evicted."""
 
     evicted_bytes = 0
 
@@ -100,17 +85,13 @@ class PlainStore:
         self.live_bytes = 0
         self.peak_bytes = 0
 
-    def allocate(self, nbytes: int) -> Buffer:
-        """Allocate exactly ``nbytes`` bytes, content undefined."""
-        buffer = _TensorBuffer(self, nbytes)
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return buffer
-
     def allocate_planes(self, count: int, bits: int, **options: Unpack[PlaneOptions]) -> Planes:
         """Allocate exactly the bytes of the format, headers behind the planes."""
         size = code_bytes(count, bits, headers=options.get("headers", True))
-        return _WholePlanes(self.allocate(size), count, bits)
+        planes = _WholePlanes(self, size, count, bits)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return planes
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
         """Return no evictions."""
@@ -125,30 +106,21 @@ class PlainStore:
         self.peak_bytes = self.live_bytes
 
 
-class _TensorBuffer:
-    __slots__ = ("_bytes", "_store", "nbytes", "pointer")
+class _WholePlanes:
+    """Planes one behind the other: to kernels, a single run in pages of a plane each."""
 
-    def __init__(self, store: PlainStore, nbytes: int) -> None:
+    __slots__ = ("_bytes", "_fields", "_store", "nbytes")
+
+    def __init__(self, store: PlainStore, nbytes: int, count: int, bits: int) -> None:
         self._store = store
         self.nbytes = 0  # the allocation may be refused
         self._bytes = torch.empty(nbytes, dtype=torch.uint8)
         self.nbytes = nbytes
-        self.pointer = self._bytes.data_ptr()
+        runs, fields = min(count, 1), PageFields.flat(self._bytes.data_ptr(), count, bits)
+        self._fields = fields._replace(page_bytes=plane_bytes(count, 1), runs=runs, full_runs=runs)
 
     def __del__(self) -> None:
         self._store.live_bytes -= self.nbytes
-
-
-class _WholePlanes:
-    """Planes one behind the other: to kernels, a single run in pages of a plane each."""
-
-    __slots__ = ("_buffer", "_fields", "nbytes")
-
-    def __init__(self, buffer: Buffer, count: int, bits: int) -> None:
-        self._buffer = buffer
-        self.nbytes = buffer.nbytes
-        runs, fields = min(count, 1), PageFields.flat(buffer.pointer, count, bits)
-        self._fields = fields._replace(page_bytes=plane_bytes(count, 1), runs=runs, full_runs=runs)
 
     @property
     def view(self) -> PlaneView:

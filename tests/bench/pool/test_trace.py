@@ -28,13 +28,12 @@ def use_everything(store: PagedStore, writer: TraceWriter) -> None:
         tensor = store.allocate_planes((step + 1) * RUN, 4, minimum_bits=1, tag=step)
         tensor.seal()
         tensors.append(tensor)
-    buffer = store.allocate(10_000)
     store.native.set_importance(tensors[2].handle, [0.0] * 4)
     store.evict(5 * PAGE)
     store.set_cap(300_000)
     tensors.pop(0).release()
     unsealed = store.allocate_planes(RUN, 2)
-    del buffer, tensors[1], unsealed
+    del tensors[1], unsealed
     store.trim()
 
 
@@ -47,7 +46,7 @@ def test_a_played_trace_gives_the_same_account(tmp_path: Path) -> None:
     played = PagedStore()
     player = Player(played)
     operations = [event["op"] for event in player.play(read_trace(path))]
-    names = {"planes", "seal", "span", "importance", "free", "evict", "cap", "trim", "mark"}
+    names = {"planes", "seal", "importance", "free", "evict", "cap", "trim", "mark"}
     assert set(operations) == names
     assert played.statistics() == player_account(path)
     assert played.statistics().evicted_pages == recorded.statistics().evicted_pages > 5
@@ -145,7 +144,7 @@ def test_capture_trains_with_its_codes_in_the_pool() -> None:
         ('{"op":3}', "no {"),
         ('{"op":"fly"}', "'fly'"),
         ('{"op":"free","id":1}', "not alive"),
-        ('{"op":"span","id":1}', "'bytes'"),
+        ('{"op":"evict"}', "'bytes'"),
     ],
 )
 def test_damaged_traces(tmp_path: Path, line: str, message: str) -> None:

@@ -45,7 +45,6 @@ class Worker {
       }
     }
     for (const uint64_t handle : tensors_) pool_.release(handle);
-    for (const uint64_t handle : spans_) pool_.release(handle);
   }
 
  private:
@@ -54,7 +53,6 @@ class Worker {
     if (choice < 7 || tensors_.empty()) return allocate();
     if (choice < 12) return release();
     if (choice < 16) return check(any());
-    if (choice < 18) return span();
     if (choice < 19) return press();
     misuse();
   }
@@ -89,16 +87,6 @@ class Worker {
     pool_.unpin(handle);
   }
 
-  void span() {
-    if (spans_.size() > 5) {
-      pool_.release(spans_.back());
-      return spans_.pop_back();
-    }
-    const uint64_t bytes = random_() % 50000, handle = pool_.allocate_span(bytes, 0);
-    std::memset(pool_.span_address(handle), mark_, bytes);
-    spans_.push_back(handle);
-  }
-
   void press() {
     pool_.set_cap(random_() % 8 ? 300000 + random_() % 1000000 : no_cap);
     pool_.evict(random_() % 20000);
@@ -117,7 +105,7 @@ class Worker {
   Pool& pool_;
   std::mt19937_64 random_;
   uint8_t mark_;
-  std::vector<uint64_t> tensors_, spans_;
+  std::vector<uint64_t> tensors_;
 };
 
 void stress(uint64_t page_bytes, int operations, uint64_t seed) {
