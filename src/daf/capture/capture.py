@@ -288,6 +288,15 @@ class Capture:
         """
         return tuple(report for each in self._operators.all() for report in each.table.reports())
 
+    def fallen_back(self) -> tuple[FusionReport, ...]:
+        """Return which operators were fused with what follows, and are no more, and why."""
+        return tuple(each for op in self._operators.all() for each in op.table.fallen_back())
+
+    def stop_deferring(self, reason: str) -> bool:
+        """Compute every result where PyTorch does from the next step on; False: that is so."""
+        found = [e.table.stop_deferring(e.alone, reason) for e in self._operators.all()]
+        return any(found)
+
     @property
     def replays(self) -> tuple[tuple[str, int], ...]:
         """The calls that the last backward pass ran again, in order: module path and call.

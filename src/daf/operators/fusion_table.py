@@ -23,10 +23,15 @@ class FusionTable:
         self._decided: dict[CallSite, FusionReport] = {}
         self._objections: dict[CallSite, FusionReport] = {}
         self._deferred: set[CallSite] = set()
+        self._fallen_back: set[CallSite] = set()
 
     def reports(self) -> tuple[FusionReport, ...]:
         """Return every call seen; one that the last step refused has the reason."""
         return tuple((self._decided | self._objections).values())
+
+    def fallen_back(self) -> tuple[FusionReport, ...]:
+        """Return the calls that were deferred, and are no more."""
+        return tuple(self._decided[site] for site in self._fallen_back)
 
     def is_open(self, site: CallSite) -> bool:
         """True if nothing is decided for the site."""
@@ -49,8 +54,17 @@ class FusionTable:
         self, site: CallSite, pattern: str, reason: str = "", *, deferred: bool = False
     ) -> None:
         """Let the site run so from the next step on; ``reason``: why no more is fused."""
+        if site in self._deferred and not deferred:
+            self._fallen_back.add(site)
         (self._deferred.add if deferred else self._deferred.discard)(site)
         self._decided[site] = _report(site, pattern, reason)
+
+    def stop_deferring(self, pattern: str, reason: str) -> bool:
+        """Let deferred sites run as ``pattern`` from the next step on; False: there are none."""
+        deferred = list(self._deferred)
+        for site in deferred:
+            self.decide(site, pattern, reason)
+        return bool(deferred)
 
     def object(self, reasons: Iterable[tuple[CallSite, str]]) -> None:
         """Note why calls of this step ran as PyTorch's own, instead of those of the step before."""

@@ -121,6 +121,10 @@ class SessionReadings:
         if self.profile is None:
             return []
         found = self._plan_controller.selector.left_alone()
+        found += [
+            LeverRefusal("fusion", (f"{each.module}:{each.operator}",), each.reason, None)
+            for each in self._capture.fallen_back()
+        ]
         if self.fusion_refusal:
             found.append(LeverRefusal("fusion", (), self.fusion_refusal, None))
         return found

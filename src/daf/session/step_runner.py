@@ -11,7 +11,14 @@ from typing import TypeVar
 import torch
 
 from daf.capture.capture import Capture
-from daf.core.errors import DivergedError, NonFiniteLossError, PoolFullError, SplitError
+from daf.core.errors import (
+    DivergedError,
+    DoubleBackwardError,
+    FusionError,
+    NonFiniteLossError,
+    PoolFullError,
+    SplitError,
+)
 from daf.core.plan import Plan
 from daf.core.step_report import StepReport
 from daf.memory.keeper import Keeper
@@ -27,7 +34,10 @@ from daf.step.state_snapshot import StepSnapshot
 from daf.step.user_gradients import UserGradients
 from daf.torch_compat import compiler
 
-_Refusal = TypeVar("_Refusal", PoolFullError, RuntimeError, SplitError)
+_Refusal = TypeVar("_Refusal", bound=Exception)
+# What an operator with deferred results may cause: no second derivative, or NaN read by native code
+# that no function mode sees.
+_BY_DEFERRING = (DoubleBackwardError, NonFiniteLossError)
 
 
 @dataclass(eq=False)
@@ -69,6 +79,8 @@ class StepRetries:
             if isinstance(found, SplitError):
                 plan = self.plan_controller.stop_splitting(context, str(found))
                 continue
+            if isinstance(found, (FusionError, *_BY_DEFERRING)):
+                continue  # the place runs otherwise from now on
             tighter = self.plan_controller.tighter(plan) if is_planned else None
             if tighter is None:
                 if not is_planned or isinstance(found, PoolFullError):
@@ -78,14 +90,21 @@ class StepRetries:
 
     def _attempt(
         self, context: StepContext, plan: Plan, snapshot: StepSnapshot, *, planned: bool
-    ) -> float | PoolFullError | RuntimeError | SplitError:
-        """Return the loss, or the error that another plan can mend; raise any other error."""
+    ) -> float | PoolFullError | RuntimeError | SplitError | NonFiniteLossError:
+        """Return the loss, or the error that another plan can mend, or operators that learned.
+
+        Any other error is raised.
+        """
         refusals = self.keeper.refusals()
         try:
             return self.gradient.run(context, plan, snapshot, planned=planned)
         except PoolFullError as error:
             return _bare(error)
-        except SplitError as error:
+        except (SplitError, FusionError) as error:
+            return _bare(error)
+        except _BY_DEFERRING as error:
+            if not self.capture.stop_deferring(f"a step that deferred it failed: {error}"):
+                raise
             return _bare(error)
         except RuntimeError as error:
             if not self.keeper.has_refused(error, refusals):
