@@ -123,7 +123,7 @@ class SplitProof:
             if parameter.grad is not None:
                 sketch[index] = self._sketcher.fold(index, parameter.grad)
         self._drop_gradients()
-        weight, divisors = float(loss.weight), tuple(operators.divisors)
+        weight, divisors = float(loss.weight), tuple(map(float, operators.divisors))
         return _Gradient(loss.total.item(), sketch, weight, loss.is_sum, divisors, examples)
 
     def _difference(self, whole: _Gradient, parts: Sequence[_Gradient], weighing: Weighing) -> str:

@@ -21,6 +21,7 @@ from daf.memory.domain import device_of
 from daf.step.context import StepContext
 from daf.step.dry_run import dry_run
 from daf.step.gradient_release import GradientRelease
+from daf.step.loss_scale import ScaleWatch
 from daf.step.loss_weights import LossWeights, PartWeights
 from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
 from daf.step.nonfinite import first_nonfinite
@@ -33,7 +34,7 @@ class _Losses:
 
     def __init__(self, refuse: Callable[[Any, float], NoReturn]) -> None:
         self._refuse = refuse
-        self._unread: list[tuple[Any, float | Tensor, Tensor, Tensor]] = []
+        self._unread: list[tuple[Any, float | Tensor, Tensor, Tensor, Tensor | None]] = []
         self._total = self.weight = 0.0
         self.is_sum = False
 
@@ -42,20 +43,24 @@ class _Losses:
         """Mean of all losses read; NaN if they weigh nothing, as plain PyTorch's."""
         return self._total / self.weight if self.weight else math.nan
 
-    def add(self, part: Any, loss: WeightedLoss) -> None:
-        """Keep copies: a recorded graph overwrites its outputs when it runs again."""
+    def add(self, part: Any, loss: WeightedLoss, scale: Tensor | None) -> None:
+        """Keep copies: a recorded graph overwrites its outputs when it runs again.
+
+        ``scale``: what ``GradScaler`` multiplied the loss by.
+        """
         total, mean = loss.total.detach().clone(), loss.mean.detach().clone()
-        self._unread.append((part, loss.weight, total, mean))
+        self._unread.append((part, loss.weight, total, mean, scale))
         self.is_sum = loss.is_sum
 
     def read(self) -> None:
         """Read all losses added since the last call."""
         unread, self._unread = self._unread, []
-        for part, part_weight, total, mean in unread:
+        for part, part_weight, total, mean, scale in unread:
             weight = float(part_weight)
             value = mean.item() if weight else total.item()
             if not math.isfinite(value):
                 self._refuse(part, value)
+            value /= 1.0 if scale is None else scale.item()
             self._total += value * weight if weight else value
             self.weight += weight
 
@@ -118,15 +123,15 @@ class GradientStep:
         reads_first = self._reads_first()
         for index, part in enumerate(parts):
             with losses.explaining():
-                loss = self._forward(context, plan.policy, part, index, weights)
-                if loss is None:
-                    continue  # none of its labels counts
-                losses.add(part, loss)
+                loss, scale = self._forward(context, plan.policy, part, index, weights)
+                losses.add(part, loss, scale)
                 if reads_first:
                     losses.read()
                 self._backward(loss, context.info.examples, is_whole=weights is None)
                 del loss
         losses.read()
+        if weights is not None:
+            weights.check()
         if math.isnan(losses.mean):
             self._refuse_nonfinite(context, snapshot, context.batch, losses.mean)
         if losses.is_sum and weights is not None:
@@ -162,14 +167,18 @@ class GradientStep:
         part: Any,
         micro_index: int,
         weights: PartWeights | None,
-    ) -> WeightedLoss | None:
-        """Return the loss of a part, weighed as ``weights`` says; None: the whole batch is one."""
+    ) -> tuple[WeightedLoss, Tensor | None]:
+        """Return the loss of a part and the factor by which it was scaled.
+
+        It is weighed as ``weights`` says; None: the whole batch is one part.
+        """
         capture = self._capture.step(policy, context.seed, context.index, micro_index, batch=part)
-        operators = LossWeights()
-        with capture, self.release.watching(), operators if weights else nullcontext():
+        operators, scaling = LossWeights(), ScaleWatch()
+        with capture, self.release.watching(), operators if weights else nullcontext(), scaling:
             result = context.loss_fn(self._model, part)
         loss = read_loss(result, context.choice.cut.size(part))
-        return weights.weighed(loss, operators.divisors) if weights else loss
+        weighed = weights.weighed(loss, operators.divisors) if weights else loss
+        return weighed, scaling.factor
 
     def _backward(self, loss: WeightedLoss, examples: int, *, is_whole: bool) -> None:
         if is_whole:

@@ -44,16 +44,16 @@ class _Call(NamedTuple):
     def takes_a_mean(self) -> bool:
         return self.reduction == "mean" and self.size_average is self.reduce is None
 
-    def divisor(self) -> float:
-        """Return what the operator divides its sum by."""
+    def divisor(self) -> Tensor:
+        """Return what the operator divides its sum by (scalar), without waiting for a device."""
         if not isinstance(self.target, Tensor):
-            return 0.0
+            return torch.zeros(())
         if self.target.is_floating_point():  # probabilities: one row each
-            return float(self.target.shape[0] if self.target.dim() > 1 else 1)
+            return torch.tensor(float(self.target.shape[0] if self.target.dim() > 1 else 1))
         counts = self.target != self.ignore_index
         if self.weight is None:
-            return float(counts.sum())
-        return float(self.weight.detach()[self.target[counts]].sum())
+            return counts.sum().float()
+        return torch.where(counts, self.weight.detach()[self.target * counts], 0.0).sum()
 
 
 class LossWeights(TorchFunctionMode):
@@ -65,7 +65,7 @@ class LossWeights(TorchFunctionMode):
 
     def __init__(self, examples: int = 1, *, disturbed: bool = False) -> None:
         super().__init__()
-        self.divisors: list[float] = []
+        self.divisors: list[Tensor] = []
         self._examples = examples
         self._disturbed = disturbed
 
@@ -109,36 +109,45 @@ class PartWeights:
 
     def __init__(self, weighing: Weighing) -> None:
         self._weighing = weighing
-        self._first: tuple[float, ...] | None = None
+        self._divisors: list[tuple[float, list[Tensor]]] = []
 
-    def weighed(self, loss: WeightedLoss, divisors: list[float]) -> WeightedLoss | None:
-        """Return a micro-batch's loss with its weight; None if none of its labels counts.
-
-        Raises:
-            SplitError: its loss operators divide by what the proof did not know.
-        """
+    def weighed(self, loss: WeightedLoss, divisors: list[Tensor]) -> WeightedLoss:
+        """Return a micro-batch's loss with its weight, which is 0 if none of its labels counts."""
         if loss.is_sum:
             return loss
-        if self._weighing is Weighing.EXAMPLES:
-            self._check_proportion(divisors, float(loss.weight))
+        self._divisors.append((float(loss.weight), divisors))
+        if self._weighing is Weighing.EXAMPLES or not divisors:
             return loss
-        weight = divisors[0] if divisors else None
-        if weight is None or any(each != weight for each in divisors):
-            raise SplitError(f"its loss operators divide by {divisors}, where one weight was seen")
-        if weight == 0.0:
-            return None
-        return replace(loss, total=loss.total * weight, weight=weight, is_sum=True)
+        weight = divisors[0].to(loss.total.device)
+        total = torch.where(weight > 0, loss.total, 0.0) * weight
+        return replace(loss, total=total, weight=weight, is_sum=True)
 
-    def _check_proportion(self, divisors: list[float], examples: float) -> None:
-        """Means join by numbers of examples only if operators divide by as much for each."""
-        each = tuple(divisor / examples for divisor in divisors)
-        self._first = self._first or each
-        is_alike = len(each) == len(self._first) and all(
-            abs(one - other) <= 1e-6 * abs(one)
-            for one, other in zip(each, self._first, strict=True)
-        )
-        if not is_alike:
-            raise SplitError(
-                "its parts have different shares of labels that count, and the loss is no plain "
-                "mean over these; return (sum, weight) from loss_fn"
-            )
+    def check(self) -> None:
+        """Look at the divisors of all parts, when their backward passes have been asked for.
+
+        Raises:
+            SplitError: the loss operators divide by what the proof did not know.
+        """
+        first: tuple[float, ...] | None = None
+        for examples, divisors in self._divisors:
+            each = tuple(float(divisor) for divisor in divisors)
+            if self._weighing is Weighing.LOSS:
+                if len({*each}) != 1:
+                    raise SplitError(
+                        f"its loss operators divide by {list(each)}, where one weight was seen"
+                    )
+                continue
+            shares = tuple(divisor / examples for divisor in each)
+            first = first or shares
+            if not _are_alike(shares, first):
+                raise SplitError(
+                    "its parts have different shares of labels that count, and the loss is no "
+                    "plain mean over these; return (sum, weight) from loss_fn"
+                )
+
+
+def _are_alike(shares: tuple[float, ...], first: tuple[float, ...]) -> bool:
+    """Means join by numbers of examples only if operators divide by as much for each."""
+    return len(shares) == len(first) and all(
+        abs(one - other) <= 1e-6 * abs(one) for one, other in zip(shares, first, strict=True)
+    )
