@@ -20,11 +20,18 @@ from daf.step.splitting import FORBIDDEN, NOT_PROVEN, SplitChoice
 from daf.torch_compat.modules import AnyBatchNorm
 
 MOST_CUTS = 3  # ways that are tried
+LEAST_TIMED = 16  # examples in a batch from which on all proofs take less than a step
+EXAMPLES_FOR_EACH = 8  # then, of the batch, for each that a proof takes
 LEAST_WITH_STATISTICS = 2  # examples
 NO_PART_RUNS = "no part of it runs by itself, or no dimension of its tensors is one of examples"
 NO_ROOM_TO_PROVE = (
     "the budget has no room to show that its parts add up to it (split=True asserts that they do)"
 )
+
+
+def examples_of(batch: int) -> int:
+    """Return how many examples a proof takes of a batch of so many."""
+    return MOST_EXAMPLES if batch < LEAST_TIMED else min(MOST_EXAMPLES, batch // EXAMPLES_FOR_EACH)
 
 
 @dataclass(eq=False)
@@ -89,7 +96,7 @@ class CutChooser:
         statistics = "" if self.allow_statistics else split_refusal(self.model)
         if splitting.split is False or statistics:
             return SplitChoice(cut, refusal=FORBIDDEN if splitting.split is False else statistics)
-        sizes = range(min(MOST_EXAMPLES, size), 2 * cut.least - 1, -1)
+        sizes = range(min(size, max(2 * cut.least, examples_of(size))), 2 * cut.least - 1, -1)
         fitting = (n for n in sizes if self._plainly(found, n) <= budget_bytes)
         # A budget that holds no step at all is refused; what the least would be is still found out.
         is_hopeless = self.expected(found, found.examples) > budget_bytes

@@ -9,20 +9,19 @@ weights that are not the examples', or a dimension that is none of examples.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from daf.core.errors import SplitError
 from daf.profiling.constant_random import ConstantRandom
 from daf.step.batch_cut import BatchCut
-from daf.step.gradient_sketch import GradientSketcher
-from daf.step.loss_weights import LossWeights, Weighing
-from daf.step.microbatch import LossFunction, read_loss
+from daf.step.loss_weights import LossWeights, PartWeights, Weighing
+from daf.step.microbatch import LossFunction, WeightedLoss, read_loss, scale_gradients
 from daf.step.state_snapshot import StateSnapshot
 from daf.torch_compat.compiler_stance import eagerly
 from daf.torch_compat.modules import AnyBatchNorm
@@ -35,22 +34,11 @@ _TOLERANCE = {torch.bfloat16: (6e-2, 2e-2), torch.float16: (2e-2, 5e-3)}
 _FLOAT32_TOLERANCE = (2e-3, 2e-5)
 
 
-@dataclass(frozen=True, slots=True)
-class _Gradient:
-    """One pass: the loss, (parameters, buckets) of its gradient, and what both are weighed with.
+class _Trial(NamedTuple):
+    """Why parts weighed in one way do not add up to the whole, or ""."""
 
-    ``total`` and ``sketch`` belong to the sum where ``is_sum``, else to the mean.
-    """
-
-    total: float
-    sketch: Tensor
-    weight: float
-    is_sum: bool
-    divisors: tuple[float, ...]
-    examples: int
-
-    def weight_by(self, weighing: Weighing) -> float:
-        return self.weight if weighing is Weighing.EXAMPLES else self.divisors[0]
+    refusal: str
+    has_divisors: bool  # its mean divides by something that an operator told
 
 
 class SplitProof:
@@ -60,8 +48,6 @@ class SplitProof:
         self._model = model
         self._loss_fn = loss_fn
         self._statistics = statistics
-        trained = {id(each): each for each in model.parameters() if each.requires_grad}
-        self._sketcher = GradientSketcher(tuple(trained.values()))
         self._snapshot = StateSnapshot(model)
         self._dtypes: set[torch.dtype] = set()
 
@@ -83,74 +69,85 @@ class SplitProof:
             self._drop_gradients()
 
     def _proven(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
-        whole, parts, refusal = self._compared(batch, cut, examples, disturbed=True)
-        passes = (whole, *parts)
-        if refusal:
-            return Weighing.EXAMPLES, refusal
-        if any(each.divisors for each in passes) and not whole.is_sum:
-            if all(len(set(each.divisors)) == 1 for each in passes) and not self._difference(
-                whole, parts, Weighing.LOSS
-            ):
-                return Weighing.LOSS, ""
-            whole, parts, refusal = self._compared(batch, cut, examples, disturbed=False)
-        refusal = refusal or self._difference(whole, parts, Weighing.EXAMPLES)
-        return Weighing.EXAMPLES, refusal
+        found = self._trial(batch, cut, examples, Weighing.LOSS)
+        if not found.has_divisors:
+            return Weighing.EXAMPLES, found.refusal
+        if not found.refusal:
+            return Weighing.LOSS, ""
+        return Weighing.EXAMPLES, self._trial(batch, cut, examples, Weighing.EXAMPLES).refusal
 
-    def _compared(
-        self, batch: Any, cut: BatchCut, examples: int, *, disturbed: bool
-    ) -> tuple[_Gradient, list[_Gradient], str]:
-        """Return the passes of the whole and of its parts; and why not, if buffers differ."""
+    def _trial(self, batch: Any, cut: BatchCut, examples: int, weighing: Weighing) -> _Trial:
+        """Add up the parts' gradients, then the whole's to their negative: what is left differs.
+
+        So one gradient is held throughout.
+        """
+        weights, disturbed, has_divisors = PartWeights(weighing), weighing is Weighing.LOSS, False
+        self._drop_gradients()
         self._snapshot.restore()
-        whole = self._pass(batch, examples, disturbed=disturbed)
-        written = self._buffers()
-        self._snapshot.restore()
-        parts = []
+        joined = weight = 0.0
         for start, stop in pairwise((0, examples - cut.least, examples)):
             self._snapshot.restore_random()
-            part = cut.take(batch, start, stop)
-            parts.append(self._pass(part, stop - start, disturbed=disturbed and start == 0))
-        return whole, parts, _different_buffer(written, self._buffers())
+            part, size = cut.take(batch, start, stop), stop - start
+            with self._constantly():
+                loss, divisors = self._forward(part, size, disturbed=disturbed and start == 0)
+                has_divisors = has_divisors or bool(divisors and not loss.is_sum)
+                loss = weights.weighed(loss, divisors)
+                total = loss.total if loss.is_sum else loss.total * float(loss.weight)
+                total.backward()  # type: ignore[no-untyped-call]
+            joined, weight = joined + total.item(), weight + float(loss.weight)
+        try:
+            weights.check()
+        except SplitError as error:
+            return _Trial(str(error), has_divisors)
+        if not weight:
+            return _Trial("its loss weighs nothing on a few examples", has_divisors)
+        written, lengths = self._buffers(), self._lengths() / weight
+        scale_gradients([*self._model.parameters()], -1.0 / weight)
+        self._snapshot.restore()
+        with self._constantly():
+            mean = self._forward(batch, examples, disturbed=disturbed)[0].mean
+            mean.backward()  # type: ignore[no-untyped-call]
+        refusal = _different_buffer(self._buffers(), written)
+        refusal = refusal or self._apart(lengths, mean.item(), joined / weight, examples)
+        return _Trial(refusal, has_divisors)
 
-    def _pass(self, batch: Any, examples: int, *, disturbed: bool) -> _Gradient:
-        operators = LossWeights(examples, disturbed=disturbed)
+    def _forward(
+        self, batch: Any, examples: int, *, disturbed: bool
+    ) -> tuple[WeightedLoss, list[Tensor]]:
+        """Return the loss, and what its operators divide by."""
+        with LossWeights(examples, disturbed=disturbed) as operators:
+            loss = read_loss(self._loss_fn(self._model, batch), examples)
+        return loss, operators.divisors
+
+    @contextmanager
+    def _constantly(self) -> Iterator[None]:
+        """Run one pass inside, backward too: checkpoints run again there."""
         with torch.enable_grad(), eagerly(), ConstantRandom() as random:
-            with operators:
-                loss = read_loss(self._loss_fn(self._model, batch), examples)
-            loss.total.backward()  # type: ignore[no-untyped-call]
+            yield
         self._dtypes |= random.dtypes
-        sketch = self._sketcher.empty()
-        for index, parameter in enumerate(self._sketcher.parameters):
-            if parameter.grad is not None:
-                sketch[index] = self._sketcher.fold(index, parameter.grad)
-        self._drop_gradients()
-        weight, divisors = float(loss.weight), tuple(map(float, operators.divisors))
-        return _Gradient(loss.total.item(), sketch, weight, loss.is_sum, divisors, examples)
 
-    def _difference(self, whole: _Gradient, parts: Sequence[_Gradient], weighing: Weighing) -> str:
-        """Return "" if the parts add up to the whole, else what they differ in."""
-        weights = [each.weight_by(weighing) for each in parts]
-        if not sum(weights) or not math.isfinite(whole.total):
+    def _apart(self, lengths: Tensor, whole: float, joined: float, examples: int) -> str:
+        """Return "" if what is left of the gradient is rounding, else what the parts differ in."""
+        apart, length = self._lengths(), float(lengths.norm())
+        if not math.isfinite(whole):
             return "its loss is not finite on a few examples"
-        counted = [(each, w) for each, w in zip(parts, weights, strict=True) if w]
-        shares = [(each, (1.0 if each.is_sum else w) / sum(weights)) for each, w in counted]
-        own = 1.0 / (whole.weight if whole.is_sum else 1.0)
-        expected, loss = own * whole.sketch, own * whole.total
-        joined = sum((share * each.sketch for each, share in shares), torch.zeros_like(expected))
-        joined_loss = sum(share * each.total for each, share in shares)
-        lengths, apart = expected.norm(dim=1), (joined - expected).norm(dim=1)
-        length = float(expected.norm())
-        if length == 0.0:
+        if length == 0.0 and not apart.any():
             return "the gradient of a few examples is zero, which shows nothing"
         relative, overall = self._tolerance()
         within = bool((apart <= relative * lengths + overall * length).all())
-        if within and abs(joined_loss - loss) <= relative * max(abs(loss), 1e-6):
+        if within and abs(joined - whole) <= relative * max(abs(whole), 1e-6):
             return ""
-        share = float((joined - expected).norm()) / length
+        share = float(apart.norm()) / (length or float(apart.norm()))
         return (
-            f"its parts do not add up to it: on {whole.examples} examples their gradient differs "
-            f"by {share:.2g} of its length, their loss is {joined_loss:.4g} for {loss:.4g}; "
+            f"its parts do not add up to it: on {examples} examples their gradient differs "
+            f"by {share:.2g} of its length, their loss is {joined:.4g} for {whole:.4g}; "
             "examples are coupled or weighed by the loss, or that dimension is none of examples"
         )
+
+    def _lengths(self) -> Tensor:
+        """Return the length of every parameter's gradient: (parameters,) float64."""
+        found = [_length(each.grad) for each in self._model.parameters()]
+        return torch.tensor(found, dtype=torch.float64)
 
     def _tolerance(self) -> tuple[float, float]:
         narrow = [_TOLERANCE[each] for each in self._dtypes if each in _TOLERANCE]
@@ -180,6 +177,14 @@ class SplitProof:
         finally:
             for each in norms:
                 each.training = True
+
+
+def _length(gradient: Tensor | None) -> float:
+    if gradient is None:
+        return 0.0
+    dense = gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+    wide = torch.promote_types(dense.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(dense.detach(), dtype=wide))
 
 
 def _different_buffer(whole: dict[str, Tensor], parts: dict[str, Tensor]) -> str:

@@ -36,12 +36,12 @@ from daf.core.policy import (
 )
 from daf.core.reports import SiteReport
 from daf.sensitivity.gradient_passes import Passes
+from daf.sensitivity.gradient_sketch import BUCKETS, sample_variance
 from daf.sensitivity.prior import PriorObserver, product_weight
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
 from daf.sensitivity.site_groups import alike_groups
 from daf.sensitivity.step_metric import relative_counts
 from daf.step.batch_cut import BatchCut
-from daf.step.gradient_sketch import BUCKETS, sample_variance
 from daf.step.microbatch import LossFunction, likely_cut, split_refusal
 from daf.step.state_snapshot import preserved_state
 

@@ -14,8 +14,8 @@ from daf.capture.capture import Capture
 from daf.core.errors import NonFiniteLossError
 from daf.core.policy import Policy, Site
 from daf.core.reports import SiteReport
+from daf.sensitivity.gradient_sketch import BUCKETS, GradientSketcher
 from daf.step.batch_cut import BatchCut
-from daf.step.gradient_sketch import BUCKETS, GradientSketcher
 from daf.step.microbatch import LossFunction, likely_cut, read_loss
 from daf.step.state_snapshot import StateSnapshot
 
