@@ -157,6 +157,14 @@ def batch_sum(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 
 
+def squared_error(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[0][:, :5])
+
+
+def unreduced(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none").mean()
+
+
 def with_dropout(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(F.dropout(batch[0], 0.5)), batch[1])
 
@@ -183,6 +191,8 @@ ADD_UP = {
     "weight 0": Case(TokenModel, half_empty, token_sum),
     "weights of classes": Case(mlp, weighted, likelihood),
     "as many classes as examples": Case(mlp, as_many_classes_as_examples, likelihood),
+    "an operator that divides by nothing told": Case(mlp, images, squared_error),
+    "a mean taken afterwards": Case(mlp, images, unreduced),
     "dropout": Case(mlp, images, with_dropout, draws=True),
     "noise": Case(mlp, images, noisy, draws=True),
 }

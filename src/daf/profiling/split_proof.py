@@ -96,7 +96,8 @@ class SplitProof:
                 total.backward()  # type: ignore[no-untyped-call]
             joined, weight = joined + total.item(), weight + float(loss.weight)
         try:
-            weights.check()
+            if has_divisors:
+                weights.check()
         except SplitError as error:
             return _Trial(str(error), has_divisors)
         if not weight:
