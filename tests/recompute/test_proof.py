@@ -292,3 +292,63 @@ def test_generators_and_forwards_are_as_before(one_seed: Iterator[None]) -> None
     refusals(model, "0")
     assert torch.equal(torch.rand(4), expected)
     assert "forward" not in vars(model[0])
+
+
+class Appending(nn.Module):
+    """Appends what it computes to a list: its argument, a global, or another module's."""
+
+    def __init__(self, where: str, holder: nn.Module) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.where = where
+        self.holder = [holder]  # no part
+
+    def forward(self, x: Tensor, found: list[Tensor]) -> Tensor:
+        out: Tensor = self.layer(x)
+        if self.where == "argument":
+            found.append(out.square().mean())
+        elif self.where == "global":
+            LOSSES.append(out.square().mean())
+        elif self.where == "module":
+            self.holder[0].losses.append(out.square().mean())
+        elif self.where == "buffer":
+            self.holder[0].mean.mul_(0.9).add_(out.detach().mean())
+        elif self.where == "parameter":
+            self.holder[0].shift.data.mul_(0.9)
+        return out
+
+
+LOSSES: list[Tensor] = []
+
+
+class Collecting(nn.Module):
+    """Calls what appends, and empties every list before anything runs again."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.register_buffer("mean", torch.ones(()))
+        self.shift = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.parts = nn.ModuleList(Appending(where, self) for _ in "12")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.given: list[Tensor] = []
+        for part in self.parts:
+            x = part(x, self.given)
+        found = x.sum() + sum(self.given + LOSSES + self.losses)
+        LOSSES.clear()
+        self.losses.clear()
+        return found
+
+
+@pytest.mark.parametrize(
+    "where", ["nowhere", "argument", "global", "module", "buffer", "parameter"]
+)
+def test_a_trace_left_elsewhere_is_refused_and_none_in_arguments(where: str) -> None:
+    model = Collecting(where)
+    refused = refusals(model, "parts.0", "parts.1", "parts.0.layer")
+    assert len(model.given) == (2 if where == "argument" else 0)
+    assert LOSSES == model.losses == []
+    assert {"parts.0", "parts.1"} <= set(refused) or where in ("nowhere", "argument")
+    assert where not in ("nowhere", "argument") or refused == {}
+    assert "parts.0.layer" not in refused or where in ("module", "buffer", "parameter")

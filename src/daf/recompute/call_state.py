@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from daf.core.errors import SavedTensorError
+from daf.recompute.call_inputs import distinct_tensors
 from daf.recompute.module_tensors import ModuleTensors, Slot
 from daf.recompute.python_state import PythonState, Undo
 from daf.recompute.random_state import Generators, RandomState
@@ -151,9 +152,10 @@ class CallState:
 
 
 def _is_object(value: Any) -> bool:
-    """True if this is an object of which ``Inputs`` makes no copy: a cache, say."""
-    known = isinstance(value, (Tensor, nn.Module, tuple, list, Mapping)) or is_dataclass(value)
-    return hasattr(value, "__dict__") and not known
+    """True if ``Inputs`` makes no copy of this: of a cache, or a list without tensors as yet."""
+    if isinstance(value, (list, Mapping)) or is_dataclass(value):
+        return next(distinct_tensors(value), None) is None
+    return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, tuple))
 
 
 class _Buffer(NamedTuple):

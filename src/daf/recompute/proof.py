@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
@@ -22,6 +23,7 @@ from daf.core.policy import Site
 from daf.recompute.call_inputs import HeldInput, Inputs, distinct_tensors
 from daf.recompute.call_state import CallState
 from daf.recompute.fingerprint import Fingerprint
+from daf.recompute.python_state import PythonState, named_globals
 from daf.recompute.random_state import Generators
 from daf.recompute.replay import SAVE_WHAT_IS_UNDEFINED
 from daf.recompute.watched_forward import WatchedForward, devices_of, watched
@@ -32,12 +34,14 @@ from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler_stance import eagerly
 from daf.torch_compat.operator_mode import OperatorMode
 
+_MOST_ENTRIES = 4096  # of a global list that is looked into
 NO_ROOM = "the budget has no room to hold what it is given while that is tried"
 NO_TIME = "trying it would take longer than the step itself"
 _OTHER_SAVES = (
     "called again from the same state, it does not save the same values: it draws from a generator "
     "elsewhere, or reads what others change"
 )
+_TRACES = "called again, it changes what is kept elsewhere: in a global, or by another module"
 _OTHER_RESULT = "called again from the same state, it does not return the same values"
 
 
@@ -71,6 +75,7 @@ class ReplayProof:
         room_bytes: int | None = None,
         deadline_s: float = float("inf"),
     ) -> None:
+        self._model = model
         modules = CompiledModules(model).replayable()
         self._order = {path: place for place, path in enumerate(paths)}
         self._targets = [
@@ -146,14 +151,26 @@ class ReplayProof:
     def run_again(self) -> Mapping[str, str]:
         """Run every call again; return why modules (by path) must not be replayed."""
         self._calls.sort(key=lambda call: -self._order[call.path])
+        named, everywhere = self._named_globals(), _ModelState(self._model)
         while self._calls:
             call = self._calls.pop()
             if call.path not in self._refusals:
                 is_late = time.thread_time() + call.seconds > self._deadline_s
                 reason = NO_TIME if is_late else self._differs(call)
+                if named.changes():
+                    named.put_back()
+                    reason = reason or _TRACES
                 if reason:
                     self._refusals[call.path] = reason
+        if everywhere.has_changed():  # by which call, nobody noted
+            self._refusals = dict.fromkeys(self._order, _TRACES) | self._refusals
         return self._refusals
+
+    def _named_globals(self) -> PythonState:
+        large = (set, dict, list)
+        found = named_globals(self._model)
+        few = (e for e in found if not isinstance(e, large) or len(e) <= _MOST_ENTRIES)
+        return PythonState(nn.Module(), few)
 
     def _differs(self, call: _Call) -> str:
         """Return how the second run of a call differs; empty where it does not."""
@@ -167,6 +184,26 @@ class ReplayProof:
         if not _are_alike(call.saves, saves.since(0)):
             return _OTHER_SAVES
         return "" if _are_alike(call.results, _all_of(result)) else _OTHER_RESULT
+
+
+class _ModelState:
+    """What a model keeps: in Python, parameters and buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._python = PythonState(model)
+        self._tensors = [
+            (each, Fingerprint.sampled(each, 0))
+            for each in (*model.parameters(), *model.buffers())
+            if not is_lazy(each)
+        ]
+
+    def has_changed(self) -> bool:
+        """True if anything is other than it was; undo what is in Python."""
+        changes = self._python.changes()
+        self._python.put_back()
+        return bool(changes or self._python.written()) or any(
+            bool(Fingerprint.sampled(each, 0).differs(before)) for each, before in self._tensors
+        )
 
 
 class _Saves:

@@ -151,13 +151,18 @@ class PythonState:
             change.undo()
 
 
-def global_generators(module: nn.Module) -> Iterator[OwnGenerator]:
-    """Yield the generators, with their states, that methods of a module's parts name as globals."""
+def named_globals(module: nn.Module) -> Iterator[Any]:
+    """Yield the globals that methods of a module's parts name."""
     found: dict[int, Any] = {}
     for kind in {type(part) for part in module.modules()}:
         for space, name in _globals_named(kind):  # type: ignore[arg-type]
             found[id(space.get(name))] = space.get(name)
-    return (each for each in map(OwnGenerator.of, found.values()) if each is not None)
+    return iter(found.values())
+
+
+def global_generators(module: nn.Module) -> Iterator[OwnGenerator]:
+    """Yield the generators, with their states, that methods of a module's parts name as globals."""
+    return (each for each in map(OwnGenerator.of, named_globals(module)) if each is not None)
 
 
 @lru_cache(maxsize=1024)
