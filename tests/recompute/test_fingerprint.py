@@ -23,7 +23,7 @@ from daf.core.errors import CommittedStepError, SavedTensorError
 from daf.core.plan import Plan
 from daf.core.policy import Method, Need, Policy, Treatment, plain_policy
 from daf.pool.store import PlainStore
-from daf.recompute.fingerprint import WHOLE_BYTES, Fingerprint
+from daf.recompute.fingerprint import WHOLE_BYTES, Fingerprint, _added_there
 from daf.session.session import Session
 
 pytestmark = pytest.mark.smoke
@@ -207,3 +207,13 @@ def test_what_cannot_be_compared_never_differs(kind: str) -> None:
         "workspace": lambda: torch.randint(255, (5000,), dtype=torch.uint8),
     }[kind]
     assert not Fingerprint.sampled(made(), 0).differs(Fingerprint.sampled(made(), 0))
+
+
+@given(st.integers(0, 3 * 4096 + 700), st.sampled_from([torch.int16, torch.int32, torch.int64]))
+def test_sums_taken_on_a_device_see_any_element(place: int, dtype: torch.dtype) -> None:
+    bits = torch.arange(3 * 4096 + 701, dtype=dtype)
+    changed = bits.clone()
+    changed[place] ^= 1
+    one, other = _added_there(bits), _added_there(changed)
+    assert not torch.equal(one, other)
+    assert torch.equal(one, _added_there(bits.clone()))

@@ -19,15 +19,15 @@ from daf.recompute.proof import NO_ROOM, NO_TIME, ReplayProof
 from daf.saved_tensors.observation import NO_CALL, Observation
 
 # Of a plain step's time, for batches of LEAST_EXAMPLES and more; smaller ones have longer.
-MOST_STEPS = 0.35
+MOST_STEPS = 0.2
 PASS_STEPS = 0.4  # besides, of a pass with all examples
+GRACE = 2.5  # times as long for the first module of each kind
 MOST_STEPS_SMALL = 4.0
 LEAST_EXAMPLES = 16
 LEAST_MS = 1000.0  # for the quick steps of small models
 _SMALL_STEP_MS = 40.0
 _CALL_MS = 0.3  # noting what a call found
 _NOT_TRIED = (NO_ROOM, NO_TIME)
-_MOST_PASSES = 3  # of the forward pass, where inputs of all calls do not fit at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +53,61 @@ def prove_replays(
 
     ``forward`` runs the model and the loss on the examples of the observation.
     """
-    kinds = {path: _kind(model.get_submodule(path)) for path in _candidates(observation)}
-    firsts = {kind: path for path, kind in reversed(kinds.items())}
-    wanted = [*reversed(firsts.values()), *(path for path in kinds if firsts[kinds[path]] != path)]
-    most_calls = int(limits.most_ms / 2 / _CALL_MS)
-    chosen = wanted[:most_calls]
-    deadline_s = time.thread_time() + limits.most_ms / 1000
-    refusals = dict.fromkeys(wanted[most_calls:], NO_TIME)
-    for _ in range(_MOST_PASSES):
-        if not chosen:
-            break
-        proof = ReplayProof(model, chosen, limits.room_bytes, deadline_s)
+    parts, nearly_whole = _candidates(observation)
+    kinds = {path: _kind(model.get_submodule(path)) for path in (*parts, *nearly_whole)}
+    firsts = [*{kinds[path]: path for path in reversed(parts)}.values()][::-1]
+    trials = _Trials(model, forward, limits, dict.fromkeys(kinds, NO_TIME))
+    left, tried = firsts, len(kinds) + 1
+    while left and len(left) < tried:
+        tried = len(left)
+        left = trials.run(left, GRACE)
+    rest = [path for path in kinds if path not in set(firsts)]
+    trials.run(rest[: trials.most_calls()], 1.0)
+    return _judged_by_kind(kinds, trials.refusals)
+
+
+class _Trials:
+    """Proofs of some modules each, and the refusals so far."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[[], object],
+        limits: ProofLimits,
+        refusals: dict[str, str],
+    ) -> None:
+        self.refusals = refusals
+        self._model, self._forward, self._limits = model, forward, limits
+        self._start_s = time.thread_time()
+        self._pass_ms = 0.0  # of the last watched forward pass
+
+    def run(self, paths: Sequence[str], grace: float) -> list[str]:
+        """Prove modules until ``grace`` times the limit has passed; return those without room."""
+        if not paths:
+            return []
+        deadline_s = self._start_s + grace * self._limits.most_ms / 1000
+        proof, start_s = (
+            ReplayProof(self._model, paths, self._limits.room_bytes, deadline_s),
+            time.thread_time(),
+        )
         try:
             with proof.watching():
-                forward()
+                self._forward()
         except Exception as error:  # as one that differentiates, for which there is no room
-            return dict.fromkeys(kinds, f"a watched step raised {type(error).__name__}: {error}")
+            reason = f"a watched step raised {type(error).__name__}: {error}"
+            self.refusals |= dict.fromkeys(paths, reason)
+            return []
+        self._pass_ms = 1000 * (time.thread_time() - start_s)
         found = proof.run_again()
-        refusals |= found
-        left = [path for path in chosen if found.get(path) == NO_ROOM]
-        chosen = left if len(left) < len(chosen) else []
-        for path in chosen:
-            del refusals[path]
-    return _judged_by_kind(kinds, refusals)
+        for path in paths:
+            self.refusals.pop(path, None)
+        self.refusals |= found
+        return [path for path in paths if found.get(path) == NO_ROOM]
+
+    def most_calls(self) -> int:
+        """Return how many modules can be tried in one more pass within the limit."""
+        passed_ms = 1000 * (time.thread_time() - self._start_s)
+        return max(0, int((self._limits.most_ms - passed_ms - self._pass_ms) / 2 / _CALL_MS))
 
 
 def refuse_replays(observations: Sequence[Observation], refusals: Mapping[str, str]) -> None:
@@ -118,10 +150,11 @@ def _option(entry: tuple[str, Any]) -> Hashable:
     return name, value if is_code else value != 0 if isinstance(value, float) else type(value)
 
 
-def _candidates(observation: Observation) -> list[str]:
-    """Return the modules that a plan could replay: large ones first, nearly whole models last.
+def _candidates(observation: Observation) -> tuple[list[str], list[str]]:
+    """Return the modules that a plan could replay, large ones first; nearly whole models apart.
 
     Those are all but the root's that save something inside and that nothing speaks against yet.
+    Replay of nearly a whole model holds as much again in backward.
     """
     calls = observation.calls
     saving = {save.call for save in observation.saves if save.call != NO_CALL}
@@ -134,5 +167,6 @@ def _candidates(observation: Observation) -> list[str]:
             found[call.module] = found.get(call.module, 0.0) + call.forward_ms
     refused = {call.module for call in calls if not call.replayable}
     half = max(found.values(), default=0.0) / 2
-    order = sorted(found, key=lambda path: (found[path] > half, -found[path]))
-    return [path for path in order if path not in refused]
+    order = sorted(found.keys() - refused, key=lambda path: (-found[path], path))
+    parts = [path for path in order if found[path] <= half]
+    return parts, [path for path in order if found[path] > half]
