@@ -64,7 +64,7 @@ class PoolContestant : public Contestant {
 
   Sample sample() override {
     const Statistics now = pool_.statistics();
-    return {now.payload_bytes, now.held_bytes(), now.evicted_pages, 0};
+    return {now.payload_bytes, pool_.held_bytes(), now.evicted_pages, 0};
   }
 
   uint64_t resident_bytes() override {

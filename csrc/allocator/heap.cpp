@@ -296,12 +296,11 @@ BlockHeap::Block& BlockHeap::live_block(const void* pointer) {
   return block;
 }
 
-uint64_t BlockHeap::release(void* pointer) {
+void BlockHeap::release(void* pointer) {
   const std::lock_guard<std::mutex> guard(mutex_);
   Block& block = live_block(pointer);
-  const uint64_t bytes = block.bytes;
   --live_count_;
-  account_.live.subtract(bytes);
+  account_.live.subtract(block.bytes);
   account_.frees.add();
   insert_recycled(range_.slot_of(pointer), block.held_bytes, ++clock_);
   const uint64_t keep_bytes = open_ ? cap_bytes_ : 0;
@@ -311,7 +310,6 @@ uint64_t BlockHeap::release(void* pointer) {
   const uint64_t held = account_.held.current();
   const uint64_t limit = account_.limit.load();
   if (held > limit) shed_locked(held - limit);
-  return bytes;
 }
 
 uint64_t BlockHeap::usable_bytes(const void* pointer) {

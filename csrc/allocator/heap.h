@@ -56,8 +56,8 @@ class BlockHeap {
 
   // With over_limit, `over_bytes` must be freed first; with `must`, the limit is exceeded instead.
   Served allocate(uint64_t bytes, uint32_t label, bool must, void** pointer, uint64_t* over_bytes);
-  // Returns the requested bytes; aborts, as the C library does, if no live block starts there.
-  uint64_t release(void* pointer);
+  // Aborts, as the C library does, if no live block starts there.
+  void release(void* pointer);
   uint64_t usable_bytes(const void* pointer);
 
   // Sets the most that may lie recycled; acts at once.

@@ -43,10 +43,6 @@ uint64_t allocate(Pool& pool, uint64_t count, int bits, int minimum_bits, bool h
   }
 }
 
-void set_importance(Pool& pool, uint64_t handle, const std::vector<double>& importance) {
-  pool.set_importance(handle, importance.data(), int(importance.size()));
-}
-
 nb::tuple view_fields(const paging::View& view) {
   return nb::make_tuple(uintptr_t(view.region), view.page_bytes, uintptr_t(view.table), view.count,
                         view.runs, view.full_runs, view.bits, view.kept);
@@ -121,7 +117,6 @@ void bind_class(nb::module_& module) {
            })
       .def("unpin", &Pool::unpin, unlocked())
       .def("live_bytes", &Pool::live_bytes, unlocked())
-      .def("set_importance", &set_importance, unlocked())
       .def(
           "set_cap",
           [](Pool& pool, nb::object bytes) {

@@ -44,20 +44,16 @@ Growth growth_by(const Options& options, uint64_t group_bytes) {
   return Growth(increment, options.may_cut_increment);
 }
 
-void check_importance(const double* importance, int bits) {
-  for (int plane = 0; plane < bits; ++plane)
-    if (!std::isfinite(importance[plane]) || importance[plane] < 0)
-      throw MisuseError("asked for importance " + std::to_string(importance[plane]) + " of plane " +
-                        std::to_string(plane) + "; give finite numbers from 0 up");
-}
-
 void check_request(const Request& request) {
   if (request.bits < 1 || request.bits > most_bits || request.minimum_bits < 1 ||
       request.minimum_bits > request.bits - request.missing_bits || request.missing_bits < 0)
     throw MisuseError("asked for " + std::to_string(request.bits) + " planes, of which " +
                       std::to_string(request.minimum_bits) +
                       " stay; 1 to 64 planes exist, and at least one of them stays");
-  check_importance(request.importance, request.bits);
+  for (int plane = 0; plane < request.bits; ++plane)
+    if (!std::isfinite(request.importance[plane]) || request.importance[plane] < 0)
+      throw MisuseError("asked for importance " + std::to_string(request.importance[plane]) +
+                        " of plane " + std::to_string(plane) + "; give finite numbers from 0 up");
 }
 
 }  // namespace
@@ -240,7 +236,7 @@ uint64_t Pool::payload_of(const Tensor& tensor) const {
          (tensor.has_headers ? blocks * block_header_bytes : 0);
 }
 
-// --- pins and importance ------------------------------------------------------------------------
+// --- pins ---------------------------------------------------------------------------------------
 
 View Pool::pin(uint64_t handle) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -262,18 +258,6 @@ void Pool::unpin(uint64_t handle) {
 uint64_t Pool::live_bytes(uint64_t handle) {
   const std::lock_guard<std::mutex> lock(mutex_);
   return present_pages(find(handle)) * page_bytes_;
-}
-
-void Pool::set_importance(uint64_t handle, const double* importance, int bits) {
-  check_importance(importance, bits);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Tensor& tensor = find(handle);
-  if (tensor.bits != bits)
-    throw MisuseError("asked to set the importance of " + std::to_string(bits) +
-                      " planes of a tensor that has " + std::to_string(tensor.bits));
-  if (!tensor.pins) leave_tree(tensor);
-  std::copy_n(importance, bits, tensor.importance);
-  if (!tensor.pins) enter_tree(tensor);
 }
 
 // An unpinned tensor is in the tree if it has evictable planes.

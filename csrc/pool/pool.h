@@ -97,10 +97,6 @@ struct Statistics {
   uint64_t cap_bytes, live_peak_bytes, held_peak_bytes;
   uint64_t evictable_pages, live_pages, live_tensors;
   uint64_t evicted_pages, evicted_payload_bytes, grown_bytes, growths, returned_bytes;
-
-  // payload + wasted, and with free and metadata
-  uint64_t live_bytes() const { return payload_bytes + wasted_bytes; }
-  uint64_t held_bytes() const { return live_bytes() + free_bytes + metadata_bytes; }
 };
 
 class Pool {
@@ -121,7 +117,6 @@ class Pool {
   void unpin(uint64_t handle);
   // Bytes of the pages that this tensor has now.
   uint64_t live_bytes(uint64_t handle);
-  void set_importance(uint64_t handle, const double* importance, int bits);
 
   // Lowering the cap evicts at once.
   GivenUp set_cap(uint64_t bytes);

@@ -22,7 +22,6 @@ class ImportanceTree {
   // Makes room for slots below `slots`.
   void extend(uint64_t slots) { nodes_.extend(slots + 1); }
 
-  bool empty() const { return root_ == nil; }
   uint32_t least() const { return least_ - 1; }
   // True if this importance would come before all here; equal ones come first.
   bool is_least(double importance) const {

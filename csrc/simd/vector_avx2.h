@@ -104,7 +104,6 @@ struct Vector {
             _mm256_cmpeq_epi32(_mm256_and_si256(all, high), high)};
   }
   DAF_INLINE uint16_t mask_bits(M m) { return sign_bits({m.low, m.high}); }
-  DAF_PAIRWISE(M, same, M, _mm256_cmpeq_epi32)
   DAF_PAIRWISE(M, either, M, _mm256_or_si256)
   DAF_INLINE F select(M m, F yes, F no) {
     return {_mm256_blendv_ps(no.low, yes.low, _mm256_castsi256_ps(m.low)),

@@ -68,7 +68,6 @@ struct Vector {
   DAF_INLINE M unordered(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
   DAF_INLINE M mask_from(uint16_t bits) { return bits; }
   DAF_INLINE uint16_t mask_bits(M m) { return m; }
-  DAF_INLINE M same(M a, M b) { return _kxnor_mask16(a, b); }
   DAF_INLINE M either(M a, M b) { return _kor_mask16(a, b); }
   DAF_INLINE F select(M m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
 
@@ -79,7 +78,6 @@ struct Vector {
   DAF_INLINE I bit_and_or(I a, uint32_t mask, uint32_t more) {
     return _mm512_ternarylogic_epi32(a, set_integer(mask), set_integer(more), 0xEA);
   }
-  DAF_INLINE I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
   DAF_INLINE I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
   DAF_INLINE I add_integer(I a, I b) { return _mm512_add_epi32(a, b); }
   DAF_INLINE I least_integer(I a, I b) { return _mm512_min_epu32(a, b); }
@@ -88,10 +86,6 @@ struct Vector {
   template <int places>
   DAF_INLINE I shift_left(I a) {
     return _mm512_slli_epi32(a, places);
-  }
-  template <int places>
-  DAF_INLINE I shift_right(I a) {
-    return _mm512_srli_epi32(a, places);
   }
   DAF_INLINE I truncate(F a) { return _mm512_cvttps_epi32(a); }
   DAF_INLINE I round(F a) { return _mm512_cvtps_epi32(a); }

@@ -86,7 +86,6 @@ struct Vector {
   DAF_PAIRWISE(F, multiply, F, vmulq_f32)
   DAF_PAIRWISE(F, least, F, least_of_four)
   DAF_PAIRWISE(F, greatest, F, greatest_of_four)
-  DAF_EACH(F, absolute, F, vabsq_f32)
   DAF_INLINE F greatest_magnitude(F a, F b) {
     return each<F>([&](int i) { return vmaxnmq_f32(vabsq_f32(a.part[i]), vabsq_f32(b.part[i])); });
   }
@@ -129,7 +128,6 @@ struct Vector {
     const uint32x4_t words = vandq_u32(vbslq_u32(lower, low, high), vorrq_u32(lower, upper));
     return uint16_t(vaddvq_u32(words));
   }
-  DAF_PAIRWISE(M, same, M, vceqq_u32)
   DAF_PAIRWISE(M, either, M, vorrq_u32)
   DAF_INLINE F select(M m, F yes, F no) {
     return each<F>([&](int i) { return vbslq_f32(m.part[i], yes.part[i], no.part[i]); });

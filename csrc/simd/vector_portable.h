@@ -122,7 +122,6 @@ struct Vector {
   }
   DAF_INLINE M mask_from(uint16_t bits) { return {bits}; }
   DAF_INLINE uint16_t mask_bits(M m) { return m.bits; }
-  DAF_INLINE M same(M a, M b) { return {uint16_t(~(a.bits ^ b.bits))}; }
   DAF_INLINE M either(M a, M b) { return {uint16_t(a.bits | b.bits)}; }
   DAF_INLINE F select(M m, F yes, F no) {
     return each<F>([&](int i) { return m.bits >> i & 1 ? yes.lane[i] : no.lane[i]; });

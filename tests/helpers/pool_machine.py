@@ -74,11 +74,6 @@ class Machine:
         self.follow_evictions()
         self.compare()
 
-    def set_importance(self, handle: int, importance: list[float]) -> None:
-        self.pool.set_importance(handle, importance)
-        self.model.set_importance(handle, importance)
-        self.compare()
-
     def evict(self, nbytes: int) -> None:
         expected = min(ceil_divide(nbytes, self.page_bytes), self.model.spare)
         pages, payload, *_ = self.pool.evict(nbytes)
@@ -204,8 +199,6 @@ def random_step(machine: Machine, random: Random, tensors: int, largest: int) ->
         machine.unpin(handle) if tensor.pins else machine.release(handle)
     elif choice < 0.66 or len(handles) >= 2 * tensors:
         machine.release(handle)
-    elif choice < 0.72:
-        machine.set_importance(handle, random_importance(random, tensor.bits))
     elif choice < 0.86:
         machine.evict(random.randrange(8 * machine.page_bytes))
     elif choice < 0.93:

@@ -109,11 +109,6 @@ class PoolModel:
         self.tensors[handle].pins -= 1
         self.enter(handle)
 
-    def set_importance(self, handle: int, importance: list[float]) -> None:
-        self.leave(handle)
-        self.tensors[handle].importance = importance
-        self.enter(handle)
-
     def evict(self, pages: int) -> set[int]:
         """The least important pages go, one at a time; returns whose."""
         touched = set()

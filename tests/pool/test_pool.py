@@ -262,14 +262,6 @@ def test_headers_and_minimum_planes_are_never_given_up() -> None:
     assert store.statistics().live_pages == 2 * 4 + 1
 
 
-def test_importance_can_change() -> None:
-    store = PagedStore()
-    first, second = paged(store, importance=[1.0] * 4), paged(store, importance=[2.0] * 4)
-    store.native.set_importance(first.handle, [3.0] * 4)
-    store.evict(PAGE)
-    assert (kept(first), kept(second)) == ([4] * 4, [4, 4, 4, 3])
-
-
 def test_default_importance_prefers_what_removes_little_error() -> None:
     values = plane_importance(2**20, 4, weight=3.0)
     errors = [1.0] + [rotated_error(4, bits) for bits in (1, 2, 3, 4)]
@@ -338,12 +330,7 @@ def test_double_free_and_use_after_free() -> None:
     store = PagedStore()
     tensor = paged(store)
     tensor.release()
-    for misuse in (
-        tensor.release,
-        lambda: tensor.nbytes,
-        lambda: store.native.set_importance(tensor.handle, [0.0] * 4),
-        lambda: tensor.pinned().__enter__(),
-    ):
+    for misuse in (tensor.release, lambda: tensor.nbytes, lambda: tensor.pinned().__enter__()):
         with pytest.raises((KernelError, _native.pool.MisuseError), match="not alive here"):
             misuse()
 

@@ -67,14 +67,6 @@ class PoolMachine(RuleBasedStateMachine):
         pinned = self.machine.tensors[handle].pins
         self.machine.unpin(handle) if pinned else self.machine.pin(handle)
 
-    @precondition(lambda self: self.machine.tensors)
-    @rule(data=st.data())
-    def set_importance(self, data: st.DataObject) -> None:
-        handle = self.some_handle(data)
-        bits = self.machine.tensors[handle].bits
-        importance = data.draw(st.lists(IMPORTANCE, min_size=bits, max_size=bits))
-        self.machine.set_importance(handle, importance)
-
     @rule(nbytes=st.integers(0, 200_000))
     def evict(self, nbytes: int) -> None:
         self.machine.evict(nbytes)

@@ -4,7 +4,6 @@ A trace is a file of JSON lines, one operation each, in the order they came::
 
     {"op":"planes","id":7,"count":65536,"bits":4,"minimum":1,"importance":[...],"headers":true,"tag":0}
     {"op":"seal","id":7}                   written; planes may go from here on
-    {"op":"importance","id":7,"importance":[...]}
     {"op":"free","id":7}
     {"op":"evict","bytes":4096}  {"op":"cap","bytes":1000000}  {"op":"trim"}
     {"op":"mark","label":"step 3"}         the caller's own note
@@ -119,11 +118,6 @@ class RecordedPool:
         """Free a tensor."""
         self._native.release(handle)
         self._writer({"op": "free", "id": handle})
-
-    def set_importance(self, handle: int, importance: list[float]) -> None:
-        """Set the importance of planes."""
-        self._native.set_importance(handle, importance)
-        self._writer({"op": "importance", "id": handle, "importance": importance})
 
     def set_cap(self, cap_bytes: int | None) -> Any:
         """Set the cap."""
@@ -313,9 +307,6 @@ class Player:
                 )
             case "seal":
                 self._planes[event["id"]].seal()
-            case "importance":
-                handle = self._planes[event["id"]].handle
-                self._store.native.set_importance(handle, event["importance"])
             case "free":
                 self._planes.pop(event["id"]).release()
             case "evict":

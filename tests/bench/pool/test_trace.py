@@ -28,7 +28,6 @@ def use_everything(store: PagedStore, writer: TraceWriter) -> None:
         tensor = store.allocate_planes((step + 1) * RUN, 4, minimum_bits=1, tag=step)
         tensor.seal()
         tensors.append(tensor)
-    store.native.set_importance(tensors[2].handle, [0.0] * 4)
     store.evict(5 * PAGE)
     store.set_cap(300_000)
     tensors.pop(0).release()
@@ -46,7 +45,7 @@ def test_a_played_trace_gives_the_same_account(tmp_path: Path) -> None:
     played = PagedStore()
     player = Player(played)
     operations = [event["op"] for event in player.play(read_trace(path))]
-    names = {"planes", "seal", "importance", "free", "evict", "cap", "trim", "mark"}
+    names = {"planes", "seal", "free", "evict", "cap", "trim", "mark"}
     assert set(operations) == names
     assert played.statistics() == player_account(path)
     assert played.statistics().evicted_pages == recorded.statistics().evicted_pages > 5
