@@ -209,6 +209,6 @@ def _device_note(name: str) -> str:
         return "on the processor: peaks are the process's"
     memory = DeviceMemory(device)
     return (
-        f"on {memory.model_name()}, CUDA {torch.version.cuda}: peaks are what PyTorch reserves "
-        f"there; its allocator is configured by {memory.settings}"
+        f"on {torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}: peaks are what "
+        f"PyTorch reserves there; its allocator is configured by {memory.settings}"
     )

@@ -134,7 +134,6 @@ void bind_class(nb::module_& module) {
       .def("live_tensors", &Pool::live_tensors, unlocked())
       .def("page_bytes", &Pool::page_bytes, unlocked())
       .def("set_page_bytes", &Pool::set_page_bytes, unlocked())
-      .def("reset_peaks", &Pool::reset_peaks, unlocked())
       .def("take_evictions", &take_evictions)
       .def("take_lost", &take_lost)
       .def("resident_bytes", &Pool::resident_bytes, unlocked())

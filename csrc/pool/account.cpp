@@ -32,12 +32,6 @@ void Pool::note_peaks() {
   held_peak_ = std::max(held_peak_, held_now());
 }
 
-void Pool::reset_peaks() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  live_peak_ = held_peak_ = 0;
-  note_peaks();
-}
-
 uint64_t Pool::held_bytes() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return held_now();

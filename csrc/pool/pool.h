@@ -126,7 +126,6 @@ class Pool {
   uint64_t trim();
 
   Statistics statistics();
-  void reset_peaks();
   // Evictions since the last call, oldest first; `lost`: how many entries found no room.
   std::vector<Eviction> take_evictions(uint64_t* lost);
   // Tensors that lost planes since the last call, oldest first; for pages elsewhere.

@@ -9,11 +9,12 @@ allocation is refused, peaks begin anew all at once, and nothing calls back. Tim
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Unpack
 
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.recycling_allocator import RecyclingAllocator
 from daf.memory.statistics import reset_peaks, stats
+from daf.pool.store import PlainStore, PlaneOptions, Planes
 
 NOBODY_S_BYTES = 256 * 2**20
 
@@ -115,3 +116,14 @@ class SimulatedDevice:
 
     def synchronize(self, _device: Any) -> None:
         self.waits += 1
+
+
+class WatchedStore(PlainStore):
+    """A plain store that remembers the most bytes that it held."""
+
+    peak_bytes = 0
+
+    def allocate_planes(self, count: int, bits: int, **options: Unpack[PlaneOptions]) -> Planes:
+        planes = super().allocate_planes(count, bits, **options)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return planes

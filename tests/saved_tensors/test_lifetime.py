@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from simulated_memory import WatchedStore
 from torch import Tensor, nn
 
 from daf.capture.capture import Capture
@@ -116,7 +117,7 @@ def test_a_policy_that_raises_leaves_no_cycle() -> None:
 
 
 def test_the_store_holds_what_the_account_says() -> None:
-    model, store = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), PlainStore()
+    model, store = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), WatchedStore()
     capture = Capture(model, store)
     with capture.step(policy_for(2), 0, 0):
         loss = model(torch.randn(32, 64)).sum()

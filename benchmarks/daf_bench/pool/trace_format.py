@@ -173,18 +173,9 @@ class RecordedStore:
         return self._store.live_bytes
 
     @property
-    def peak_bytes(self) -> int:
-        """The most held since the last ``reset_peak``."""
-        return self._store.peak_bytes
-
-    @property
     def evicted_bytes(self) -> int:
         """Bytes of planes given up since the store began."""
         return self._store.evicted_bytes
-
-    def reset_peak(self) -> None:
-        """Start the peak anew from what is alive now."""
-        self._store.reset_peak()
 
     def allocate_planes(self, count: int, bits: int, **options: Unpack[PlaneOptions]) -> Planes:
         """Planes of the store behind."""

@@ -133,10 +133,6 @@ class DeviceMemory:
         """Return the bytes that shares refer to; on shared memory, not all of it can be free."""
         return int(self._backend.get_device_properties(self.device).total_memory)
 
-    def model_name(self) -> str:
-        """Return the device's name for itself."""
-        return str(self._backend.get_device_properties(self.device).name)
-
     def limit_share(self) -> float:
         """Return the share of the device that PyTorch may reserve."""
         return float(self._backend.get_per_process_memory_fraction(self.device))

@@ -47,11 +47,6 @@ class DevicePlaneTensor:
         """Resident bytes on the device, its page table included."""
         return self._blocks.nbytes
 
-    @property
-    def device(self) -> torch.device:
-        """The device that it lies on."""
-        return self._store.device
-
     @contextmanager
     def filling(self) -> Iterator[DevicePlanes]:
         """Yield where to write; it stays open for other parts. KernelError if it is sealed."""

@@ -77,11 +77,6 @@ class HostPlanes:
         """0: the store counts what passes through the device."""
         return 0
 
-    @property
-    def device(self) -> torch.device:
-        """The device that kernels write and read them on."""
-        return self._store.device
-
     @contextmanager
     def filling(self) -> Iterator[DevicePlanes]:
         """Yield where to write a part, or before others do."""

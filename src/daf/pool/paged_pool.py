@@ -153,15 +153,6 @@ class PagedStore:
         """Bytes of planes evicted since the pool began."""
         return self.statistics().evicted_payload_bytes
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes held since the last ``reset_peak``."""
-        return self.statistics().held_peak_bytes
-
-    def reset_peak(self) -> None:
-        """Restart the peaks from what is held now."""
-        self.native.reset_peaks()
-
     def allocate_planes(
         self, count: int, bits: int, **options: Unpack[PlaneOptions]
     ) -> PlaneTensor:

@@ -56,15 +56,8 @@ class Store(Protocol):
         """Bytes held now."""
 
     @property
-    def peak_bytes(self) -> int:
-        """The most bytes held since the last ``reset_peak``."""
-
-    @property
     def evicted_bytes(self) -> int:
         """Bytes of planes evicted since the store began."""
-
-    def reset_peak(self) -> None:
-        """Restart the peak from what is held now."""
 
     def allocate_planes(self, count: int, bits: int, **options: Unpack[PlaneOptions]) -> Planes:
         """Allocate ``bits`` planes of ``count`` elements, content undefined."""
@@ -83,14 +76,12 @@ class PlainStore:
 
     def __init__(self) -> None:
         self.live_bytes = 0
-        self.peak_bytes = 0
 
     def allocate_planes(self, count: int, bits: int, **options: Unpack[PlaneOptions]) -> Planes:
         """Allocate exactly the bytes of the format, headers behind the planes."""
         size = code_bytes(count, bits, headers=options.get("headers", True))
         planes = _WholePlanes(self, size, count, bits)
         self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return planes
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
@@ -100,10 +91,6 @@ class PlainStore:
     def give_back(self, nbytes: int) -> int:  # noqa: ARG002
         """Return 0: the allocator already has the freed buffers."""
         return 0
-
-    def reset_peak(self) -> None:
-        """Restart the peak from what is held now."""
-        self.peak_bytes = self.live_bytes
 
 
 class _WholePlanes:

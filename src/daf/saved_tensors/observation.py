@@ -98,7 +98,7 @@ class Observation:
     encode: dict[Method, MethodTime] = field(default_factory=dict)
     decode: dict[Method, MethodTime] = field(default_factory=dict)
     forward: int = 0  # the first moments, those of the forward pass
-    step_ms: float = 0.0  # forward and backward, without ``coding_ms``
+    step_ms: float = 0.0  # forward and backward, without encoding and decoding
     plain_bytes: int = 0
     chunk_bytes: int = 0  # decoded at a time, at most
     part_bytes: int = 0  # likewise of a fused activation
@@ -109,11 +109,6 @@ class Observation:
     def held_bytes(self) -> int:
         """The bytes that were held instead of saved tensors."""
         return sum(each.held_bytes for each in self.saves)
-
-    @property
-    def coding_ms(self) -> float:
-        """The time of encoding and decoding outside operators."""
-        return sum(each.ms for each in (*self.encode.values(), *self.decode.values()))
 
 
 class Save(NamedTuple):

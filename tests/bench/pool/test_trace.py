@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from daf_bench.pool.trace_format import Player, RecordedStore, TraceWriter, read_trace, record
+from simulated_memory import WatchedStore
 from torch import nn
 
 from daf.capture.capture import Capture
@@ -96,7 +97,7 @@ def test_a_real_training_step_can_be_recorded_and_played(tmp_path: Path) -> None
         nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)
     )
     with TraceWriter(path) as writer:
-        plain = PlainStore()
+        plain = WatchedStore()
         capture = Capture(model, RecordedStore(plain, writer))
         for step in range(3):
             writer.mark(f"step {step}")
