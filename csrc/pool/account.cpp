@@ -8,28 +8,16 @@ namespace daf::paging {
 
 Statistics Pool::statistics() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Statistics now{};
-  now.payload_bytes = payload_bytes_;
-  now.wasted_bytes = live_pages_ * page_bytes_ - payload_bytes_;
+  Statistics now = now_;
+  now.wasted_bytes = now_.live_pages * page_bytes_ - now_.payload_bytes;
   now.free_bytes = free_.count() * page_bytes_;
   now.metadata_bytes = metadata_bytes(0, 0);
-  now.cap_bytes = cap_bytes_;
-  now.live_peak_bytes = live_peak_;
-  now.held_peak_bytes = held_peak_;
-  now.evictable_pages = evictable_pages_;
-  now.live_pages = live_pages_;
-  now.live_tensors = live_tensors_;
-  now.evicted_pages = evicted_pages_;
-  now.evicted_payload_bytes = evicted_payload_;
-  now.grown_bytes = grown_ * group_bytes_;
-  now.growths = growths_;
-  now.returned_bytes = returned_ * group_bytes_;
   return now;
 }
 
 void Pool::note_peaks() {
-  live_peak_ = std::max(live_peak_, live_pages_ * page_bytes_);
-  held_peak_ = std::max(held_peak_, held_now());
+  now_.live_peak_bytes = std::max(now_.live_peak_bytes, now_.live_pages * page_bytes_);
+  now_.held_peak_bytes = std::max(now_.held_peak_bytes, held_now());
 }
 
 uint64_t Pool::held_bytes() {
@@ -39,7 +27,7 @@ uint64_t Pool::held_bytes() {
 
 uint64_t Pool::live_tensors() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return live_tensors_;
+  return now_.live_tensors;
 }
 
 uint64_t Pool::page_bytes() {
@@ -103,9 +91,9 @@ bool Pool::is_sound() {
     for (uint64_t i = 0; i < header_pages(tensor); ++i)
       own(tensor.table[uint64_t(tensor.bits) * tensor.runs + i]);
   }
-  return sound && pages == live_pages_ && payload == payload_bytes_ && spare == evictable_pages_ &&
-         tables == table_bytes_ && tensors == live_tensors_ &&
-         free_.count() + live_pages_ == backed_ * pages_per_group_ &&
+  return sound && pages == now_.live_pages && payload == now_.payload_bytes &&
+         spare == now_.evictable_pages && tables == table_bytes_ && tensors == now_.live_tensors &&
+         free_.count() + now_.live_pages == backed_ * pages_per_group_ &&
          backed_ + unbacked_.count() == groups_;
 }
 

@@ -25,20 +25,20 @@ void Pool::mark_used(uint64_t page) {
     empty_.erase(page / pages_per_group_);
   free_.erase(page);
   used_[page / 64] |= uint64_t(1) << (page % 64);
-  ++live_pages_;
+  ++now_.live_pages;
 }
 
 void Pool::free_page(uint64_t page) {
   if (options_.poison) std::memset(region_.base() + page * page_bytes_, poison_byte, page_bytes_);
   used_[page / 64] &= ~(uint64_t(1) << (page % 64));
   free_.insert(page);
-  --live_pages_;
+  --now_.live_pages;
   if (pages_per_group_ > 1 && group_is_empty(page / pages_per_group_))
     empty_.insert(page / pages_per_group_);
 }
 
 void Pool::free_pages_of(const Tensor& tensor) {
-  payload_bytes_ -= payload_of(tensor);
+  now_.payload_bytes -= payload_of(tensor);
   const uint64_t planes = present_pages(tensor) - header_pages(tensor);
   for (uint64_t i = 0; i < planes; ++i) free_page(tensor.table[i]);
   const uint32_t* headers = tensor.table + uint64_t(tensor.bits) * tensor.runs;
@@ -87,7 +87,7 @@ void Pool::back_group(uint64_t group) {
   region_.take_back(group * group_bytes_, group_bytes_);
   unbacked_.erase(group);
   ++backed_;
-  ++grown_;
+  now_.grown_bytes += group_bytes_;
   const uint64_t first = group * pages_per_group_;
   for (uint64_t page = first; page < first + pages_per_group_; ++page) free_.insert(page);
   if (pages_per_group_ > 1) empty_.insert(group);
@@ -107,7 +107,7 @@ void Pool::throw_refused(uint64_t groups) const {
 // Gives memory to at least `pages` more pages, in the lowest groups without any.
 void Pool::grow(uint64_t pages, uint64_t most) {
   const uint64_t missing = (pages + pages_per_group_ - 1) / pages_per_group_;
-  const Supply supply{live_pages_ / pages_per_group_, empty_groups().count(), most - backed_};
+  const Supply supply{now_.live_pages / pages_per_group_, empty_groups().count(), most - backed_};
   uint64_t step = growth_.step(missing, supply);
   if (step > unbacked_.count()) extend_groups(groups_ + step - unbacked_.count());
   if (!may_take(step)) {
@@ -115,7 +115,7 @@ void Pool::grow(uint64_t pages, uint64_t most) {
     if (!may_take(step)) throw_refused(step);
   }
   for (uint64_t i = 0; i < step; ++i) back_group(unbacked_.first());
-  ++growths_;
+  ++now_.growths;
 }
 
 // Returns up to `count` empty groups to the system, highest first; returns how many.
@@ -134,7 +134,7 @@ uint64_t Pool::return_groups(uint64_t count) {
     region_.give_back(first * group_bytes_, (end - first) * group_bytes_);
   }
   backed_ -= done;
-  returned_ += done;
+  now_.returned_bytes += done * group_bytes_;
   if (options_.lender.give) options_.lender.give(done * group_bytes_);
   if (groups_) forget_groups();
   return done;
@@ -142,7 +142,7 @@ uint64_t Pool::return_groups(uint64_t count) {
 
 void Pool::return_surplus() {
   const uint64_t surplus =
-      growth_.surplus({live_pages_ / pages_per_group_, empty_groups().count(), 0});
+      growth_.surplus({now_.live_pages / pages_per_group_, empty_groups().count(), 0});
   if (surplus) return_groups(surplus);
 }
 
@@ -164,28 +164,29 @@ uint64_t Pool::held_now() const { return backed_ * group_bytes_ + metadata_bytes
 // The most groups that the cap allows beside `metadata`; their bitmaps grow with them.
 uint64_t Pool::most_groups(uint64_t metadata) const {
   uint64_t most = region_.bytes() / group_bytes_;
-  if (cap_bytes_ == no_cap) return growth_.most(most);
-  if (cap_bytes_ <= metadata) return 0;
+  if (now_.cap_bytes == no_cap) return growth_.most(most);
+  if (now_.cap_bytes <= metadata) return 0;
   const uint64_t others = metadata - bitmap_bytes(groups_);
-  most = std::min(most, (cap_bytes_ - metadata) / group_bytes_);
+  most = std::min(most, (now_.cap_bytes - metadata) / group_bytes_);
   for (;;) {
     const uint64_t held = most * group_bytes_ + others + bitmap_bytes(std::max(groups_, most));
-    if (held <= cap_bytes_ || most == 0) return growth_.most(most);
-    most -= std::min(most, (held - cap_bytes_ + group_bytes_ - 1) / group_bytes_);
+    if (held <= now_.cap_bytes || most == 0) return growth_.most(most);
+    most -= std::min(most, (held - now_.cap_bytes + group_bytes_ - 1) / group_bytes_);
   }
 }
 
 void Pool::check_possible(uint64_t pages, uint64_t most) const {
-  if (live_pages_ + pages > most * pages_per_group_ + evictable_pages_) throw_full(pages, most);
+  if (now_.live_pages + pages > most * pages_per_group_ + now_.evictable_pages)
+    throw_full(pages, most);
 }
 
 void Pool::throw_full(uint64_t pages, uint64_t most) const {
-  const std::string cap = cap_bytes_ == no_cap ? "none" : std::to_string(cap_bytes_);
-  const uint64_t live = live_pages_ * page_bytes_, room = most * group_bytes_;
+  const std::string cap = now_.cap_bytes == no_cap ? "none" : std::to_string(now_.cap_bytes);
+  const uint64_t live = now_.live_pages * page_bytes_, room = most * group_bytes_;
   throw FullError("asked for " + std::to_string(pages * page_bytes_) + " bytes of pages; of " +
                   std::to_string(room) + " bytes that may be held as pages, " +
                   std::to_string(live) + " are in use and " +
-                  std::to_string(evictable_pages_ * page_bytes_) +
+                  std::to_string(now_.evictable_pages * page_bytes_) +
                   " of these may be given up (held " + std::to_string(held_now()) + ", cap " + cap +
                   ", reserved addresses " + std::to_string(region_.bytes()) + ")");
 }
@@ -195,7 +196,7 @@ void Pool::make_room(Tensor& newcomer, uint64_t metadata) {
   const uint64_t most = most_groups(metadata), most_pages = most * pages_per_group_;
   check_possible(present_pages(newcomer) - spare_pages(newcomer), most);
   // Repeats only if groups have several pages: the used ones may be scattered.
-  while (live_pages_ + present_pages(newcomer) > most_pages ||
+  while (now_.live_pages + present_pages(newcomer) > most_pages ||
          (backed_ > most && return_groups(backed_ - most) == 0)) {
     if (!give_up_least(newcomer)) throw_full(present_pages(newcomer), most);
   }
@@ -205,14 +206,14 @@ void Pool::make_room(Tensor& newcomer, uint64_t metadata) {
 
 // Evicts and returns memory until the cap holds, or nothing more may go.
 void Pool::shrink_to_cap() {
-  if (cap_bytes_ == no_cap) return;
+  if (now_.cap_bytes == no_cap) return;
   for (;;) {
     const uint64_t most = most_groups(metadata_bytes(0, 0)), most_pages = most * pages_per_group_;
     if (backed_ <= most) return;
     return_groups(backed_ - most);
-    if (backed_ <= most || !evictable_pages_) return;
-    const uint64_t over = live_pages_ > most_pages ? live_pages_ - most_pages : 1;
-    evict_pages(std::min(over, evictable_pages_));
+    if (backed_ <= most || !now_.evictable_pages) return;
+    const uint64_t over = now_.live_pages > most_pages ? now_.live_pages - most_pages : 1;
+    evict_pages(std::min(over, now_.evictable_pages));
   }
 }
 

@@ -63,7 +63,6 @@ Pool::Pool(const Options& options)
       page_bytes_(checked_page(options.page_bytes)),
       group_bytes_(group_of(page_bytes_)),
       pages_per_group_(group_bytes_ / page_bytes_),
-      cap_bytes_(options.cap_bytes),
       region_(std::max(round_up(options.reserve_bytes, group_bytes_), group_bytes_), group_bytes_,
               options.elsewhere),
       growth_(growth_by(options, group_bytes_)),
@@ -71,6 +70,7 @@ Pool::Pool(const Options& options)
       tree_(most_slots) {
   if (options.poison && options.elsewhere)
     throw MisuseError("asked to poison pages that lie elsewhere; poison those of the process");
+  now_.cap_bytes = options.cap_bytes;
   evictions_.reserve(most_evictions_logged);
   note_peaks();
 }
@@ -89,7 +89,7 @@ uint64_t Pool::group_of(uint64_t page_bytes) const {
 bool Pool::set_page_bytes(uint64_t bytes) {
   checked_page(bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (live_tensors_) return false;
+  if (now_.live_tensors) return false;
   return_groups(backed_);
   used_ = {};
   free_ = empty_ = unbacked_ = Bitmap();
@@ -145,7 +145,7 @@ void Pool::fill_table(const Tensor& tensor) {
   for (uint64_t i = 0; i < planes; ++i) tensor.table[i] = take_page();
   uint32_t* headers = tensor.table + uint64_t(tensor.bits) * tensor.runs;
   for (uint64_t i = 0; i < header_pages(tensor); ++i) headers[i] = take_page();
-  payload_bytes_ += payload_of(tensor);
+  now_.payload_bytes += payload_of(tensor);
 }
 
 void Pool::release(uint64_t handle) {
@@ -177,7 +177,7 @@ void Pool::add_tensor(Tensor& tensor) {
   free_slot_ = tensors_[slot].next_free;
   tensor.handle = next_serial() << slot_bits | slot;
   tensors_[slot] = tensor;
-  ++live_tensors_;
+  ++now_.live_tensors;
 }
 
 void Pool::remove_tensor(const Tensor& tensor) {
@@ -187,7 +187,7 @@ void Pool::remove_tensor(const Tensor& tensor) {
   tensors_[slot] = Tensor{};
   tensors_[slot].next_free = free_slot_;
   free_slot_ = slot + 1;
-  --live_tensors_;
+  --now_.live_tensors;
 }
 
 uint32_t Pool::slot_of(const Tensor& tensor) const {
@@ -265,14 +265,14 @@ void Pool::enter_tree(const Tensor& tensor) {
   const uint64_t spare = spare_pages(tensor);
   if (!spare) return;
   tree_.insert(slot_of(tensor), tensor.importance[tensor.kept - 1]);
-  evictable_pages_ += spare;
+  now_.evictable_pages += spare;
 }
 
 void Pool::leave_tree(const Tensor& tensor) {
   const uint64_t spare = spare_pages(tensor);
   if (!spare) return;
   tree_.erase(slot_of(tensor));
-  evictable_pages_ -= spare;
+  now_.evictable_pages -= spare;
 }
 
 // --- eviction ------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ void Pool::leave_tree(const Tensor& tensor) {
 GivenUp Pool::set_cap(uint64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const GivenUp before = given_up();
-  cap_bytes_ = bytes;
+  now_.cap_bytes = bytes;
   shrink_to_cap();
   return since(before);
 }
@@ -289,7 +289,7 @@ GivenUp Pool::evict(uint64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const GivenUp before = given_up();
   const uint64_t pages = bytes / page_bytes_ + (bytes % page_bytes_ != 0);
-  evict_pages(std::min(pages, evictable_pages_));
+  evict_pages(std::min(pages, now_.evictable_pages));
   return_surplus();
   return since(before);
 }
@@ -305,14 +305,15 @@ std::vector<Lost> Pool::take_lost() {
 }
 
 GivenUp Pool::given_up() const {
-  return {evicted_pages_, evicted_payload_, returned_ * group_bytes_, 0};
+  return {now_.evicted_pages, now_.evicted_payload_bytes, now_.returned_bytes, 0};
 }
 
 GivenUp Pool::since(const GivenUp& before) const {
   const GivenUp now = given_up();
   const uint64_t held = held_now();
   return {now.pages - before.pages, now.payload_bytes - before.payload_bytes,
-          now.returned_bytes - before.returned_bytes, held > cap_bytes_ ? held - cap_bytes_ : 0};
+          now.returned_bytes - before.returned_bytes,
+          held > now_.cap_bytes ? held - now_.cap_bytes : 0};
 }
 
 void Pool::evict_pages(uint64_t pages) {
@@ -329,13 +330,13 @@ uint64_t Pool::evict_least() {
     const uint32_t run = tensor.full_runs - 1;
     const uint64_t payload = page_payload(tensor, run);
     free_page(tensor.table[uint64_t(plane) * tensor.runs + run]);
-    payload_bytes_ -= payload;
-    evicted_payload_ += payload;
+    now_.payload_bytes -= payload;
+    now_.evicted_payload_bytes += payload;
     was_last = lose_page(tensor);
   }
   log_eviction(tensor, plane, pages);
-  evicted_pages_ += pages;
-  evictable_pages_ -= pages;
+  now_.evicted_pages += pages;
+  now_.evictable_pages -= pages;
   if (!was_last) return pages;
   if (options_.elsewhere) lost_.push_back({tensor.handle, tensor.kept});
   tree_.erase(slot);
@@ -357,7 +358,7 @@ bool Pool::give_up_least(Tensor& newcomer) {
     lose_page(newcomer);
     return true;
   }
-  if (!evictable_pages_) return false;
+  if (!now_.evictable_pages) return false;
   evict_least();
   return true;
 }
@@ -368,8 +369,8 @@ void Pool::note_missing(const Tensor& newcomer) {
     const uint32_t from = plane < newcomer.kept ? newcomer.full_runs : 0;
     if (from == newcomer.runs) continue;
     for (uint32_t run = from; run < newcomer.runs; ++run)
-      evicted_payload_ += page_payload(newcomer, run);
-    evicted_pages_ += newcomer.runs - from;
+      now_.evicted_payload_bytes += page_payload(newcomer, run);
+    now_.evicted_pages += newcomer.runs - from;
     log_eviction(newcomer, plane, newcomer.runs - from);
   }
 }

@@ -207,14 +207,13 @@ class Pool {
 
   const Options options_;
   uint64_t page_bytes_, group_bytes_, pages_per_group_;
-  uint64_t cap_bytes_;
   Region region_;
   Growth growth_;
 
   GrowingArray<Tensor> tensors_;
   ImportanceTree tree_;
   uint32_t free_slot_ = 0;  // slot + 1
-  uint64_t live_tensors_ = 0, table_bytes_ = 0;
+  uint64_t table_bytes_ = 0;
 
   // A page is used, or free with memory, or in a group without memory.
   std::vector<uint64_t> used_;
@@ -224,9 +223,7 @@ class Pool {
   uint64_t groups_ = 0, backed_ = 0;
   uint64_t top_ = 0;  // no group from here on has memory; the highest below may have none either
 
-  uint64_t live_pages_ = 0, payload_bytes_ = 0, evictable_pages_ = 0;
-  uint64_t live_peak_ = 0, held_peak_ = 0;
-  uint64_t evicted_pages_ = 0, evicted_payload_ = 0, grown_ = 0, growths_ = 0, returned_ = 0;
+  Statistics now_{};  // but for what `statistics` computes
   std::vector<Lost> lost_;
   std::vector<Eviction> evictions_;
   uint64_t evictions_lost_ = 0;
