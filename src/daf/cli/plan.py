@@ -10,6 +10,7 @@ from rich.table import Table
 
 from daf.cli import options
 from daf.core.units import format_bytes
+from daf.report.comparison import LEVER_COLUMNS, lever_row
 from daf.training.job import make_job
 from daf.training.plan_outline import outline_of
 from daf.training.settings import TrainSettings
@@ -45,7 +46,10 @@ def _show(outline: dict[str, Any]) -> None:
     if outline["choices"]:
         console.print(_choice_table(outline["choices"]))
     if outline["left_alone"]:
-        console.print(_left_alone_table(outline["left_alone"]))
+        levers = Table(*LEVER_COLUMNS, title="left alone")
+        for row in outline["left_alone"]:
+            levers.add_row(*lever_row(row))
+        console.print(levers)
     if outline["sites"]:
         console.print(_site_table(outline["sites"]))
 
@@ -70,15 +74,6 @@ def _choice_table(choices: list[str]) -> Table:
     for line in choices:
         what, _, why = line.partition(": ")
         table.add_row(what, why)
-    return table
-
-
-def _left_alone_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("lever", "where", "why not", "would save", title="left alone")
-    for row in rows:
-        saved = row["saved_bytes"]
-        size = "unknown" if saved is None else format_bytes(saved)
-        table.add_row(row["lever"], ", ".join(row["modules"]) or "the step", row["reason"], size)
     return table
 
 

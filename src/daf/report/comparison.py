@@ -32,6 +32,17 @@ def row(name: str, summary: Record) -> list[str]:
     ]
 
 
+LEVER_COLUMNS = ("lever", "where", "would save", "why")
+
+
+def lever_row(refused: Record) -> tuple[str, str, str, str]:
+    """Return the cells under ``LEVER_COLUMNS`` of a lever that was left alone."""
+    saved = refused["saved_bytes"]
+    size = "unknown" if saved is None else format_bytes(saved)
+    where = ", ".join(refused["modules"]) or "the step"
+    return refused["lever"], where, size, refused["reason"]
+
+
 def findings(runs: Sequence[Run]) -> list[str]:
     """Return sentences that compare every run with the first: bytes, time and loss."""
     first = runs[0]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from daf.core.units import format_bytes
 from daf.report.chart import legend_entry
+from daf.report.comparison import LEVER_COLUMNS, lever_row
 from daf.report.markup import Markup, element, joined, quiet, table
 from daf.report.runs import Run
 from daf.report.treatments import COLOURS, Cell, ModuleStrip, strips_of, totals_by_method
@@ -105,18 +106,8 @@ def _left_alone(run: Run) -> Markup:
     refused = (run.plan or {}).get("left_alone", ())
     if not refused:
         return joined()
-    rows = [
-        (
-            row["lever"],
-            ", ".join(row["modules"]) or "the step",
-            "unknown" if row["saved_bytes"] is None else format_bytes(row["saved_bytes"]),
-            row["reason"],
-        )
-        for row in refused
-    ]
-    header = ("lever", "where", "would save", "why")
-    summary = element("summary", f"{len(rows)} levers left alone: nothing has proven them")
-    return element("details", summary, table(header, rows))
+    summary = element("summary", f"{len(refused)} levers left alone: nothing has proven them")
+    return element("details", summary, table(LEVER_COLUMNS, map(lever_row, refused)))
 
 
 def _site_table(strips: Iterable[ModuleStrip]) -> Markup:

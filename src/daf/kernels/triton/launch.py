@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from daf.core.code_format import BLOCK_ELEMENTS, ElementType, block_count
+from daf.core.code_format import BLOCK_ELEMENTS, block_count
 from daf.core.code_tables import rotated_level_factor, rotated_levels, rotated_thresholds
 from daf.core.errors import KernelError
+from daf.kernels.backend import element_type, is_codable
 from daf.kernels.cpu.checks import check_mask
 from daf.kernels.normalisation import Channels
 from daf.kernels.triton.planes import DevicePlanes, PlaneWords
@@ -27,11 +28,6 @@ except ImportError as problem:  # an installation without the extra
 _DEVICE_BLOCKS = 4  # of 256 elements, per program
 _WARPS = 4
 _INTERPRETER_BLOCKS = 64  # at most: the interpreter spends as much on calls as on elements
-_PATTERN_TYPES = {
-    torch.float32: (ElementType.FLOAT32, torch.int32),
-    torch.bfloat16: (ElementType.BFLOAT16, torch.int16),
-    torch.float16: (ElementType.FLOAT16, torch.int16),
-}
 
 
 class Affine(NamedTuple):
@@ -100,11 +96,11 @@ def _signed(value: int) -> int:
 
 def patterns(tensor: Tensor, count: int) -> tuple[Tensor, int]:
     """Return the bit patterns of ``count`` floats and their type's number; else KernelError."""
-    if tensor.dtype not in _PATTERN_TYPES:
+    if not is_codable(tensor.dtype):
         raise KernelError(f"asked for elements of {tensor.dtype}; float32, bfloat16, float16 exist")
     _check_count(tensor, count)
-    kind, pattern = _PATTERN_TYPES[tensor.dtype]
-    return tensor.view(pattern), int(kind)
+    pattern = torch.int32 if tensor.itemsize == 4 else torch.int16
+    return tensor.view(pattern), int(element_type(tensor.dtype))
 
 
 def integer_items(tensor: Tensor, count: int) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from daf.kernels.triton.blocks import NAN_BITS, load_elements, masked_at, values_at
+from daf.kernels.triton.blocks import NAN_BITS, halve, load_elements, masked_at, values_at
 
 TREE = tl.constexpr(0)
 ATOMICS = tl.constexpr(1)
@@ -271,7 +271,7 @@ def as_double(bits):
 
 @triton.jit
 def _halves(values, SPANS: tl.constexpr, WIDTH: tl.constexpr):
-    low, high = tl.split(tl.permute(tl.reshape(values, (SPANS, 2, WIDTH // 2)), (0, 2, 1)))
+    low, high = halve(values, SPANS, WIDTH)
     return low + high
 
 
