@@ -93,6 +93,15 @@ struct Account {
   std::atomic<int> phase_count{1};
   std::atomic<int> phase{0};
 
+  // Enters held bytes and returns 0, or returns by how many they would pass the limit.
+  uint64_t hold(uint64_t bytes) {
+    for (;;) {
+      const uint64_t most = limit.load();
+      if (held.add_within(bytes, most)) return 0;
+      const uint64_t wanted = held.current() + bytes;
+      if (wanted > most) return wanted - most;  // else another thread freed something in between
+    }
+  }
   void overdraw(uint64_t bytes) {
     held.add(bytes);
     overdrafts.add();

@@ -109,18 +109,14 @@ uint64_t reclaim(uint64_t needed_bytes) {
 // Enters bytes outside the heap into the account; room comes from recycled blocks, then the pool.
 bool charge(uint64_t bytes, bool may_reclaim) {
   Account& account = state().account;
-  for (;;) {
-    const uint64_t limit = account.limit.load();
-    if (account.held.add_within(bytes, limit)) return true;
-    const uint64_t held = account.held.current();
-    const uint64_t over = held + bytes > limit ? held + bytes - limit : 0;
-    if (over == 0) continue;
+  while (const uint64_t over = account.hold(bytes)) {
     if (state().heap.shed(over) > 0) {
       account.emptied.add();
     } else if (!may_reclaim || reclaim(over) == 0) {
       return false;
     }
   }
+  return true;
 }
 
 // What glibc's heap takes for a block: an 8-byte header, rounded up to 16.

@@ -259,18 +259,14 @@ void BlockHeap::drop_first(uint32_t slot, uint32_t count) {
 
 // Enters fresh bytes into the account, returning recycled ones as the limit requires.
 bool BlockHeap::charge(uint64_t bytes, bool must) {
-  for (;;) {
-    const uint64_t limit = account_.limit.load();
-    if (account_.held.add_within(bytes, limit)) return true;
-    const uint64_t held = account_.held.current();
-    const uint64_t over = held + bytes > limit ? held + bytes - limit : 0;
-    if (over == 0) continue;  // another thread freed something in between
+  while (const uint64_t over = account_.hold(bytes)) {
     if (shed_locked(over) == 0 && fit_live_locked(over) == 0) {
       if (must) account_.overdraw(bytes);
       return must;
     }
     account_.emptied.add();
   }
+  return true;
 }
 
 void BlockHeap::make_live(uint32_t slot, uint64_t bytes, uint32_t label) {

@@ -158,12 +158,7 @@ def word_place(planes, word, plane):
 @triton.jit
 def header_place(planes, block, BITS: tl.constexpr):
     """Return where the header of a block lies, in words from the headers' start."""
-    if planes.table is None:
-        place = block
-    else:
-        page = tl.load(planes.table + BITS * planes.runs + block // planes.page_words)
-        place = page + block % planes.page_words
-    return place
+    return block if planes.table is None else word_place(planes, block, BITS)
 
 
 @triton.jit
