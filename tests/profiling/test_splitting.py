@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf import BatchSplit, Session
-from daf.core.errors import AccumulatedGradientError
 from daf.memory import process_memory
+from daf.profiling.split_proof import SplitProof
 
 LossFunction = Callable[[nn.Module, Any], Any]
 
@@ -340,6 +340,23 @@ def test_splitting_can_be_forbidden_and_promised(budget: int) -> None:
         Session(mlp(), still(mlp()), None, split="never")  # type: ignore[arg-type]
 
 
+def test_what_was_proven_or_refused_is_known_when_a_batch_is_measured_again(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proofs, run = [], SplitProof.run
+    monkeypatch.setattr(SplitProof, "run", lambda *a: proofs.append(a) or run(*a))
+    for loss, is_proven in ((mean, True), (contrastive, False)):
+        model = mlp()
+        with Session(model, still(model), budget) as session:
+            session.step(images(8), loss)
+            first, count = session.split_refusal, len(proofs)
+            assert (first == "") == is_proven
+            session._plan_controller.selector.forget()
+            session.step(images(8), loss)
+            assert session.split_refusal == first
+            assert len(proofs) == count > 0
+
+
 def test_another_loss_is_proven_anew(budget: int) -> None:
     model, batch = mlp(), images()
     with Session(model, still(model), budget, tolerance=0) as session:
@@ -398,42 +415,3 @@ def test_a_resumed_session_goes_on_cutting(budget: int) -> None:
         session.load_state_dict(state)
         assert session.step(batch, mean).micro_batch == 3
         assert session.split_refusal == ""
-
-
-@pytest.fixture(params=[None, "budget"])
-def bounded(request: pytest.FixtureRequest, budget: int) -> int | None:
-    return budget if request.param else None
-
-
-def test_gradients_that_the_user_accumulated_are_added_to(bounded: int | None) -> None:
-    model, batch = mlp(), images()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    twin = copy.deepcopy(model)
-    for part in (images(4), batch):
-        mean(twin, part).backward()
-        if part is not batch:
-            mean(model, part).backward()
-    with Session(model, optimizer, bounded, tolerance=0) as session:
-        session.step(batch, mean)
-        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad, other.grad)
-        session.step(batch, mean)  # what the step before left is not the user's
-        _, gradients = plain_gradients(Case(mlp, images, mean), model, batch)
-        session.step(batch, mean)
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient)
-
-
-def test_gradients_mixed_with_those_of_the_step_before_are_refused() -> None:
-    model, batch = mlp(), images()
-    optimizer = still(model)
-    with Session(model, optimizer, None) as session:
-        session.step(batch, mean)
-        mean(model, batch).backward()
-        held = [parameter.grad.clone() for parameter in model.parameters()]
-        with pytest.raises(AccumulatedGradientError, match=r"call optimizer\.zero_grad"):
-            session.step(batch, mean)
-        for parameter, gradient in zip(model.parameters(), held, strict=True):
-            assert torch.equal(parameter.grad, gradient)
-        optimizer.zero_grad(set_to_none=False)
-        session.step(batch, mean)

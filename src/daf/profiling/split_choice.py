@@ -54,8 +54,11 @@ class CutChooser:
 
     def run(self, context: StepContext, budget_bytes: float) -> Observation | None:
         """Make the context's choice; return the smallest step, or None where no part runs."""
-        if context.choice.refusal != NOT_PROVEN:
-            return self._smallest(context, context.choice.cut)
+        known = context.choice
+        if known.refusal != NOT_PROVEN:
+            found = self._smallest(context, known.cut)
+            context.choose(known)
+            return found
         best: tuple[SplitChoice, Observation] | None = None
         for cut in islice(context.splitting.cuts(context.batch), MOST_CUTS):
             found = self._smallest(context, cut)
