@@ -28,6 +28,7 @@ from daf.step.batch_cut import BatchDim
 from daf.step.context import StepContext
 from daf.step.gradient_release import ReleaseMode
 from daf.step.microbatch import LossFunction
+from daf.step.proof_key import proof_key
 from daf.step.splitting import Split, Splitting
 
 
@@ -130,6 +131,8 @@ class Session(SessionReadings):
         self.baseline_bytes = baseline_bytes or max(0, memory.held_bytes() - parameter_bytes(model))
         self._seed = seed
         self._splitting = Splitting(split, batch_dim)
+        self._proven_for: str | None = None
+        self._is_resumed = False
         parts = make_parts(
             model,
             optimizer,
@@ -251,8 +254,18 @@ class Session(SessionReadings):
         return self._runner.run(self._context(batch, loss_fn))
 
     def _context(self, batch: Any, loss_fn: LossFunction) -> StepContext:
+        if self._proven_for is None or self._is_resumed:
+            self._check_proofs(proof_key(self.model, batch, loss_fn))
         index = self._runner.counters.step_index
         return StepContext.of(self.model, batch, loss_fn, self._splitting, self._seed, index)
+
+    def _check_proofs(self, key: str) -> None:
+        """Measure and prove anew if a run is resumed with other code, or under other versions."""
+        if self._is_resumed and key != self._proven_for:
+            self._splitting.forget()
+            if self.budget_bytes is not None:
+                self._plan_controller.selector.forget()
+        self._proven_for, self._is_resumed = key, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on as this one would have (JSON-able)."""
@@ -263,16 +276,22 @@ class Session(SessionReadings):
             "rollback": rollback,
             "seed": self._seed,
             "splitting": self._splitting.state_dict(),
+            "proven_for": self._proven_for,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict``: nothing is measured again; a search begins anew.
+        """Go on from ``state_dict``; a search begins anew.
+
+        Nothing is measured or proven again, unless the first batch, the loss's or the model's code,
+        PyTorch or DAF are others than proofs were taken for.
 
         Raises:
             ValueError: the plan's codes wait in host memory, and this session has none.
         """
         self._seed = state["seed"]
         self._splitting.load_state_dict(state["splitting"])
+        self._proven_for = state["proven_for"]
+        self._is_resumed = self._proven_for is not None
         self._runner.counters.load_state_dict(state)
         self._noise.load_state_dict(state["noise"])
         self._runner.rollback.load_state_dict(state["rollback"])

@@ -85,6 +85,11 @@ class Splitting:
         """Use this choice for batches of this kind from now on."""
         self._proven[kind] = choice
 
+    def forget(self) -> None:
+        """Prove everything anew."""
+        self._proven.clear()
+        self._resumed = None
+
     def state_dict(self) -> dict[str, Any] | None:
         """Return the last choice (JSON-able), which a resumed run takes for its first batch."""
         choice = next(reversed(self._proven.values()), None)
