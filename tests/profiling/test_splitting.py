@@ -157,6 +157,10 @@ def batch_sum(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 
 
+def rooted_sum(model: nn.Module, batch: Any) -> Tensor:
+    return batch_sum(model, batch) / len(batch[0]) ** 0.5
+
+
 def squared_error(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[0][:, :5])
 
@@ -193,14 +197,15 @@ ADD_UP = {
     "as many classes as examples": Case(mlp, as_many_classes_as_examples, likelihood),
     "an operator that divides by nothing told": Case(mlp, images, squared_error),
     "a mean taken afterwards": Case(mlp, images, unreduced),
+    "a sum": Case(mlp, images, batch_sum),
     "dropout": Case(mlp, images, with_dropout, draws=True),
     "noise": Case(mlp, images, noisy, draws=True),
 }
 DO_NOT = {
+    "a sum over a root": Case(mlp, images, rooted_sum),
     "coupled examples": Case(mlp, images, contrastive),
     "a mean over something else": Case(mlp, images, masked_mean),
     "a mean that is squared": Case(mlp, images, balanced),
-    "a sum": Case(mlp, images, batch_sum),
     "batch statistics in a function": Case(Functional, images, mean),
     "a buffer that forward writes": Case(Codebook, images, mean),
     "a carried state": Case(Carrying, images, mean),

@@ -39,6 +39,7 @@ class _Trial(NamedTuple):
 
     refusal: str
     has_divisors: bool  # its mean divides by something that an operator told
+    adds_up: bool = False  # the parts' losses are the whole's, without any weights
 
 
 class SplitProof:
@@ -69,12 +70,18 @@ class SplitProof:
             self._drop_gradients()
 
     def _proven(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
-        found = self._trial(batch, cut, examples, Weighing.LOSS)
+        weighing = Weighing.LOSS
+        found = self._trial(batch, cut, examples, weighing)
         if not found.has_divisors:
-            return Weighing.EXAMPLES, found.refusal
-        if not found.refusal:
-            return Weighing.LOSS, ""
-        return Weighing.EXAMPLES, self._trial(batch, cut, examples, Weighing.EXAMPLES).refusal
+            weighing = Weighing.EXAMPLES
+        elif found.refusal:
+            weighing = Weighing.EXAMPLES
+            found = self._trial(batch, cut, examples, weighing)
+        if found.refusal and found.adds_up:
+            summed = self._trial(batch, cut, examples, Weighing.SUM)
+            if not summed.refusal:
+                return Weighing.SUM, ""
+        return weighing, found.refusal
 
     def _trial(self, batch: Any, cut: BatchCut, examples: int, weighing: Weighing) -> _Trial:
         """Add up the parts' gradients, then the whole's to their negative: what is left differs.
@@ -84,13 +91,14 @@ class SplitProof:
         weights, disturbed, has_divisors = PartWeights(weighing), weighing is Weighing.LOSS, False
         self._drop_gradients()
         self._snapshot.restore()
-        joined = weight = 0.0
+        joined = weight = unweighed = 0.0
         for start, stop in pairwise((0, examples - cut.least, examples)):
             self._snapshot.restore_random()
             part, size = cut.take(batch, start, stop), stop - start
             with self._constantly():
                 loss, divisors = self._forward(part, size, disturbed=disturbed and start == 0)
                 has_divisors = has_divisors or bool(divisors and not loss.is_sum)
+                unweighed += 0.0 if loss.is_sum else loss.total.item()
                 loss = weights.weighed(loss, divisors)
                 total = loss.total if loss.is_sum else loss.total * float(loss.weight)
                 total.backward()  # type: ignore[no-untyped-call]
@@ -110,7 +118,8 @@ class SplitProof:
             mean.backward()  # type: ignore[no-untyped-call]
         refusal = _different_buffer(self._buffers(), written)
         refusal = refusal or self._apart(lengths, mean.item(), joined / weight, examples)
-        return _Trial(refusal, has_divisors)
+        adds_up = math.isclose(unweighed, mean.item(), rel_tol=self._tolerance()[0])
+        return _Trial(refusal, has_divisors, adds_up)
 
     def _forward(
         self, batch: Any, examples: int, *, disturbed: bool

@@ -22,10 +22,11 @@ from daf.step.microbatch import WeightedLoss
 
 
 class Weighing(StrEnum):
-    """What a micro-batch's mean loss counts with: its examples, or what its loss divides by."""
+    """What a micro-batch's loss counts with: its examples, what its loss divides by, or 1."""
 
     EXAMPLES = "examples"
     LOSS = "loss"
+    SUM = "sum"
 
 
 class _Call(NamedTuple):
@@ -116,6 +117,8 @@ class PartWeights:
         if loss.is_sum:
             return loss
         self._divisors.append((float(loss.weight), divisors))
+        if self._weighing is Weighing.SUM:  # of all parts together the weight is 1
+            return replace(loss, weight=float(len(self._divisors) == 1), is_sum=True)
         if self._weighing is Weighing.EXAMPLES or not divisors:
             return loss
         weight = divisors[0].to(loss.total.device)
@@ -129,6 +132,8 @@ class PartWeights:
             SplitError: the loss operators divide by what the proof did not know.
         """
         first: tuple[float, ...] | None = None
+        if self._weighing is Weighing.SUM:
+            return
         for examples, divisors in self._divisors:
             each = tuple(float(divisor) for divisor in divisors)
             if self._weighing is Weighing.LOSS:
