@@ -43,21 +43,30 @@ def floats(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def _store() -> Any:
-    """A plain store that starts every buffer with the same bytes and tells what they became."""
+    """A plain store that starts all memory with the same bytes and tells what they became."""
+    plain = TREE.get("stores", "PlainStore")
+    has_buffers = hasattr(plain, "allocate")  # of which planes were made, once
 
-    class Readable(TREE.get("stores", "PlainStore")):  # type: ignore[misc]
+    class Readable(plain):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.given: list[Any] = []
+            self.given: list[tuple[int, int, Any]] = []
 
         def allocate(self, nbytes: int) -> Any:
             buffer = super().allocate(nbytes)
-            ctypes.memset(buffer.pointer, _POISON, nbytes)
-            self.given.append(buffer)
-            return buffer
+            return self._begun(buffer.pointer, buffer)
+
+        def allocate_planes(self, *arguments: Any, **options: Any) -> Any:
+            planes = super().allocate_planes(*arguments, **options)
+            return planes if has_buffers else self._begun(planes.view.fields.region, planes)
+
+        def _begun(self, address: int, room: Any) -> Any:
+            ctypes.memset(address, _POISON, room.nbytes)
+            self.given.append((address, room.nbytes, room))
+            return room
 
         def content(self) -> bytes:
-            return b"|".join(ctypes.string_at(each.pointer, each.nbytes) for each in self.given)
+            return b"|".join(ctypes.string_at(*each[:2]) for each in self.given)
 
     return Readable()
 
