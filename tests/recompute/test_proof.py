@@ -352,3 +352,35 @@ def test_a_trace_left_elsewhere_is_refused_and_none_in_arguments(where: str) -> 
     assert {"parts.0", "parts.1"} <= set(refused) or where in ("nowhere", "argument")
     assert where not in ("nowhere", "argument") or refused == {}
     assert "parts.0.layer" not in refused or where in ("module", "buffer", "parameter")
+
+
+@pytest.mark.parametrize("how", ["closure", "method", "global", "own forward"])
+def test_a_hook_that_collects_is_not_fired_again(how: str) -> None:
+    seen: list[Tensor] = []
+
+    def collect(_module: nn.Module, _inputs: Any, out: Tensor) -> None:
+        (LOSSES if how == "global" else seen).append(out)
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in "12"))
+    inner = model[0][0]
+    if how == "method":
+        inner.register_forward_hook(Collector(seen).note)
+    elif how == "own forward":
+        own = inner.forward
+        inner.forward = lambda x: (seen.append(x), own(x))[1]
+    else:
+        inner.register_forward_hook(collect)
+    refused = refusals(model, "0", "1", "1.0")
+    assert set(refused) == {"0"}
+    assert len(seen or LOSSES) == 1
+    LOSSES.clear()
+
+
+class Collector:
+    """Notes what a module returns."""
+
+    def __init__(self, seen: list[Tensor]) -> None:
+        self.seen = seen
+
+    def note(self, _module: nn.Module, _inputs: Any, out: Tensor) -> None:
+        self.seen.append(out)

@@ -23,7 +23,7 @@ from daf.core.policy import Site
 from daf.recompute.call_inputs import HeldInput, Inputs, distinct_tensors
 from daf.recompute.call_state import CallState
 from daf.recompute.fingerprint import Fingerprint
-from daf.recompute.python_state import PythonState, named_globals
+from daf.recompute.python_state import PythonState, named_elsewhere
 from daf.recompute.random_state import Generators
 from daf.recompute.replay import SAVE_WHAT_IS_UNDEFINED
 from daf.recompute.watched_forward import WatchedForward, devices_of, watched
@@ -41,7 +41,7 @@ _OTHER_SAVES = (
     "called again from the same state, it does not save the same values: it draws from a generator "
     "elsewhere, or reads what others change"
 )
-_TRACES = "called again, it changes what is kept elsewhere: in a global, or by another module"
+_TRACES = "called again, it changes what is kept elsewhere: in a global or by another module, say"
 _OTHER_RESULT = "called again from the same state, it does not return the same values"
 
 
@@ -151,7 +151,7 @@ class ReplayProof:
     def run_again(self) -> Mapping[str, str]:
         """Run every call again; return why modules (by path) must not be replayed."""
         self._calls.sort(key=lambda call: -self._order[call.path])
-        named, everywhere = self._named_globals(), _ModelState(self._model)
+        named, everywhere = self._named_elsewhere(), _ModelState(self._model)
         while self._calls:
             call = self._calls.pop()
             if call.path not in self._refusals:
@@ -166,9 +166,9 @@ class ReplayProof:
             self._refusals = dict.fromkeys(self._order, _TRACES) | self._refusals
         return self._refusals
 
-    def _named_globals(self) -> PythonState:
+    def _named_elsewhere(self) -> PythonState:
         large = (set, dict, list)
-        found = named_globals(self._model)
+        found = named_elsewhere(self._model)
         few = (e for e in found if not isinstance(e, large) or len(e) <= _MOST_ENTRIES)
         return PythonState(nn.Module(), few)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import suppress
 from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -151,18 +152,37 @@ class PythonState:
             change.undo()
 
 
-def named_globals(module: nn.Module) -> Iterator[Any]:
-    """Yield the globals that methods of a module's parts name."""
+def named_elsewhere(module: nn.Module) -> Iterator[Any]:
+    """Yield what a module's methods and hooks, and those of its parts, name outside of it.
+
+    That is globals, what hooks close over, and the objects that they are methods of.
+    """
     found: dict[int, Any] = {}
     for kind in {type(part) for part in module.modules()}:
         for space, name in _globals_named(kind):  # type: ignore[arg-type]
             found[id(space.get(name))] = space.get(name)
+    for part in module.modules():
+        hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+        for hook in (*hooks, vars(part).get("forward")):
+            found |= {id(value): value for value in _reached_by(hook)}
     return iter(found.values())
 
 
+def _reached_by(hook: Any) -> Iterator[Any]:
+    function = getattr(hook, "func", hook)  # of a partial
+    yield getattr(function, "__self__", function)
+    function = getattr(function, "__func__", function)
+    if isinstance(function, FunctionType):
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # it is empty
+                yield cell.cell_contents
+        for name in _names(function.__code__):
+            yield function.__globals__.get(name)
+
+
 def global_generators(module: nn.Module) -> Iterator[OwnGenerator]:
-    """Yield the generators, with their states, that methods of a module's parts name as globals."""
-    return (each for each in map(OwnGenerator.of, named_globals(module)) if each is not None)
+    """Yield the generators, with their states, that a module names outside of it."""
+    return (each for each in map(OwnGenerator.of, named_elsewhere(module)) if each is not None)
 
 
 @lru_cache(maxsize=1024)
