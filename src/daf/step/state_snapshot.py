@@ -12,6 +12,7 @@ from torch import nn
 
 from daf.memory.domain import device_of
 from daf.recompute.python_state import PythonState, global_generators
+from daf.step.parameter_writes import ParameterWrites
 
 
 class StateSnapshot:
@@ -64,7 +65,7 @@ class StateSnapshot:
 
 @contextmanager
 def preserved_state(model: nn.Module, *, gradients: bool = False) -> Iterator[StateSnapshot]:
-    """Restore a ``StateSnapshot`` at the end, after an error too.
+    """Restore a ``StateSnapshot``, and parameters that forward wrote, at the end; after errors too.
 
     ``gradients``: set gradients aside as well; the body finds none, and its own are dropped.
     """
@@ -72,10 +73,13 @@ def preserved_state(model: nn.Module, *, gradients: bool = False) -> Iterator[St
     kept = [(each, each.grad) for each in model.parameters()] if gradients else []
     for parameter, _ in kept:
         parameter.grad = None
+    writes = ParameterWrites(model)
     try:
-        yield snapshot
+        with writes:
+            yield snapshot
     finally:
         snapshot.restore()
+        writes.restore()
         for parameter, gradient in kept:
             parameter.grad = gradient
 

@@ -1,0 +1,110 @@
+"""Whatever a forward pass does to parameters is undone after a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from daf.session.session import Session
+from daf.step.state_snapshot import preserved_state
+
+
+def lerp(t: nn.Parameter, s: nn.Parameter) -> None:
+    with torch.no_grad():
+        t.lerp_(s, 0.5)
+
+
+def operator(t: nn.Parameter, s: nn.Parameter) -> None:
+    with torch.no_grad():
+        t *= 0.5
+        t += s
+
+
+def index(t: nn.Parameter, _s: nn.Parameter) -> None:
+    with torch.no_grad():
+        t[0] = 0.0
+
+
+def by_out(t: nn.Parameter, s: nn.Parameter) -> None:
+    with torch.no_grad():
+        torch.add(t, s, out=t)
+
+
+def data(t: nn.Parameter, s: nn.Parameter) -> None:
+    t.data.mul_(0.5).add_(s.data)
+
+
+def replaced(t: nn.Parameter, s: nn.Parameter) -> None:
+    t.data = t.data * 0.5 + s.data
+
+
+def view(t: nn.Parameter, _s: nn.Parameter) -> None:
+    t.detach().view(-1)[:2].zero_()
+
+
+def many(t: nn.Parameter, s: nn.Parameter) -> None:
+    with torch.no_grad():
+        torch._foreach_add_([t], [s])
+
+
+def initialised(t: nn.Parameter, _s: nn.Parameter) -> None:
+    nn.init.normal_(t)
+
+
+def stepped(t: nn.Parameter, _s: nn.Parameter) -> None:
+    t.grad = torch.ones_like(t)
+    torch.optim.SGD([t], 0.1).step()
+    t.grad = None
+
+
+WAYS = [*(lerp, operator, index, by_out, data, replaced), *(view, many, initialised, stepped)]
+
+
+class Distilled(nn.Module):
+    """A teacher that follows its student in every forward pass."""
+
+    def __init__(self, follow: Callable[[nn.Parameter, nn.Parameter], None]) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.follow = follow
+
+    def forward(self, x: Tensor) -> Tensor:
+        for t, s in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            self.follow(t, s)
+        found: Tensor = self.student(x) - self.teacher(x)
+        return found
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = model(x).square().mean()
+    return found
+
+
+@pytest.mark.parametrize("follow", WAYS)
+def test_values_and_memory_are_as_before(follow: Callable[..., None]) -> None:
+    model = Distilled(follow)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    places = [(each.data_ptr(), each._version) for each in model.student.parameters()]
+    memory = [each.data_ptr() for each in model.teacher.parameters()]
+    with preserved_state(model, gradients=True):
+        for _ in range(3):
+            loss_of(model, torch.randn(4, 8)).backward()
+        assert not torch.equal(model.teacher.weight, before["teacher.weight"])
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    assert memory == [each.data_ptr() for each in model.teacher.parameters()]
+    # What nobody wrote was not touched either.
+    assert places == [(each.data_ptr(), each._version) for each in model.student.parameters()]
+
+
+@pytest.mark.parametrize("follow", [lerp, replaced])
+def test_preparing_a_session_moves_no_teacher(follow: Callable[..., None]) -> None:
+    torch.manual_seed(0)
+    model = Distilled(follow)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.student.parameters(), 0.1)
+    with Session(model, optimizer, "8GB") as session:
+        session.prepare(torch.randn(64, 8), loss_of)
+        assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
