@@ -1,9 +1,10 @@
-"""Whatever a forward pass does to parameters is undone after a measurement."""
+"""What a forward pass does to parameters, and to what it names elsewhere, is undone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -108,3 +109,18 @@ def test_preparing_a_session_moves_no_teacher(follow: Callable[..., None]) -> No
     with Session(model, optimizer, "8GB") as session:
         session.prepare(torch.randn(64, 8), loss_of)
         assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
+def test_generators_and_lists_that_functions_close_over_are_restored() -> None:
+    source, listed = torch.Generator().manual_seed(3), [np.random.default_rng(3)]
+    seen: list[Tensor] = []
+    model = Distilled(lerp)
+    model.draw = lambda: torch.rand((), generator=source).item() + listed[0].random()
+    model.student.register_forward_hook(lambda _m, _i, out: seen.append(out * model.draw()))
+    with preserved_state(model):
+        first = loss_of(model, torch.ones(4, 8)), seen[0].sum().item()
+        loss_of(model, torch.ones(4, 8))
+        assert seen[0].sum() != seen[1].sum()
+    assert seen == []
+    loss_of(model, torch.ones(4, 8))
+    assert seen[0].sum().item() == first[1]

@@ -23,7 +23,7 @@ from daf.core.policy import Site
 from daf.recompute.call_inputs import HeldInput, Inputs, distinct_tensors
 from daf.recompute.call_state import CallState
 from daf.recompute.fingerprint import Fingerprint
-from daf.recompute.python_state import PythonState, named_elsewhere
+from daf.recompute.python_state import PythonState, state_elsewhere
 from daf.recompute.random_state import Generators
 from daf.recompute.replay import SAVE_WHAT_IS_UNDEFINED
 from daf.recompute.watched_forward import WatchedForward, devices_of, watched
@@ -34,7 +34,6 @@ from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler_stance import eagerly
 from daf.torch_compat.operator_mode import OperatorMode
 
-_MOST_ENTRIES = 4096  # of a global list that is looked into
 NO_ROOM = "the budget has no room to hold what it is given while that is tried"
 NO_TIME = "trying it would take longer than the step itself"
 _OTHER_SAVES = (
@@ -151,26 +150,20 @@ class ReplayProof:
     def run_again(self) -> Mapping[str, str]:
         """Run every call again; return why modules (by path) must not be replayed."""
         self._calls.sort(key=lambda call: -self._order[call.path])
-        named, everywhere = self._named_elsewhere(), _ModelState(self._model)
+        elsewhere, own = state_elsewhere(self._model), _ModelState(self._model)
         while self._calls:
             call = self._calls.pop()
             if call.path not in self._refusals:
                 is_late = time.thread_time() + call.seconds > self._deadline_s
                 reason = NO_TIME if is_late else self._differs(call)
-                if named.changes():
-                    named.put_back()
+                if elsewhere.changes():
+                    elsewhere.put_back()
                     reason = reason or _TRACES
                 if reason:
                     self._refusals[call.path] = reason
-        if everywhere.has_changed():  # by which call, nobody noted
+        if own.has_changed():  # by which call, nobody noted
             self._refusals = dict.fromkeys(self._order, _TRACES) | self._refusals
         return self._refusals
-
-    def _named_elsewhere(self) -> PythonState:
-        large = (set, dict, list)
-        found = named_elsewhere(self._model)
-        few = (e for e in found if not isinstance(e, large) or len(e) <= _MOST_ENTRIES)
-        return PythonState(nn.Module(), few)
 
     def _differs(self, call: _Call) -> str:
         """Return how the second run of a call differs; empty where it does not."""

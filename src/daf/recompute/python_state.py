@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
+from logging import Logger
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -25,9 +26,10 @@ _UNCHANGING = frozenset({bool, int, float, str, bytes, tuple, type(None), torch.
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _WITHOUT_STATE = (
     *(nn.Module, Tensor, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType),
-    *(torch.dtype, torch.device),
+    *(torch.dtype, torch.device, Logger),
 )
 _DEEPEST = 3  # containers and objects inside each other
+_MOST_ENTRIES_ELSEWHERE = 4096
 _MOST_ENTRIES = 64  # of a container whose entries are looked into
 
 
@@ -146,6 +148,11 @@ class PythonState:
         found += [each for each in self._generators if each.is_used()]
         return found + [each for each in self._contents if _has_other_entries(each)]
 
+    def restore_generators(self) -> None:
+        """Set generators to their states."""
+        for each in self._generators:
+            each.undo()
+
     def put_back(self) -> None:
         """Undo what was changed since, but in tensors."""
         for change in self.changes():
@@ -155,16 +162,21 @@ class PythonState:
 def named_elsewhere(module: nn.Module) -> Iterator[Any]:
     """Yield what a module's methods and hooks, and those of its parts, name outside of it.
 
-    That is globals, what hooks close over, and the objects that they are methods of.
+    That is globals, what hooks and functions in attributes close over, and the objects whose
+    methods they are.
     """
     found: dict[int, Any] = {}
     for kind in {type(part) for part in module.modules()}:
         for space, name in _globals_named(kind):  # type: ignore[arg-type]
             found[id(space.get(name))] = space.get(name)
     for part in module.modules():
-        hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
-        for hook in (*hooks, vars(part).get("forward")):
-            found |= {id(value): value for value in _reached_by(hook)}
+        space = vars(part)
+        own = [space.get("forward")] if _is_of_torch(type(part)) else space.values()
+        functions: list[Any] = [each for each in own if isinstance(each, (FunctionType, partial))]
+        functions += part._forward_pre_hooks.values()
+        functions += part._forward_hooks.values()
+        for function in functions:
+            found |= {id(value): value for value in _reached_by(function)}
     return iter(found.values())
 
 
@@ -180,9 +192,11 @@ def _reached_by(hook: Any) -> Iterator[Any]:
             yield function.__globals__.get(name)
 
 
-def global_generators(module: nn.Module) -> Iterator[OwnGenerator]:
-    """Yield the generators, with their states, that a module names outside of it."""
-    return (each for each in map(OwnGenerator.of, named_elsewhere(module)) if each is not None)
+def state_elsewhere(module: nn.Module, *, holds_tensors: bool = True) -> PythonState:
+    """Return the state of what a module names outside of it, but for large containers."""
+    found = named_elsewhere(module)
+    few = (e for e in found if not isinstance(e, _CONTAINERS) or len(e) <= _MOST_ENTRIES_ELSEWHERE)
+    return PythonState(nn.Module(), few, holds_tensors=holds_tensors)
 
 
 @lru_cache(maxsize=1024)

@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from daf.memory.domain import device_of
-from daf.recompute.python_state import PythonState, global_generators
+from daf.recompute.python_state import PythonState, state_elsewhere
 from daf.step.parameter_writes import ParameterWrites
 
 
 class StateSnapshot:
     """Copies of a model's buffers, its Python state and the random states.
 
-    Those are PyTorch's, CUDA's if used, NumPy's, Python's, and generators that the model names.
+    Those are PyTorch's, CUDA's if used, NumPy's and Python's. Globals that the model's methods
+    name, and what its hooks close over, count as its state.
     ``holds_tensors``: tensors in attributes are held and copied too.
     """
 
@@ -28,7 +29,7 @@ class StateSnapshot:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         self._numpy = np.random.get_state()
         self._python = random.getstate()
-        self._generators = tuple(global_generators(model))
+        self._elsewhere = state_elsewhere(model, holds_tensors=holds_tensors)
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._attributes = PythonState(model, holds_tensors=holds_tensors)
         self._tensors = [
@@ -43,6 +44,7 @@ class StateSnapshot:
         """
         self.restore_random()
         self._attributes.put_back()
+        self._elsewhere.put_back()
         with torch.no_grad():
             for tensor, version, copy in self._tensors:
                 if tensor._version != version:
@@ -59,8 +61,7 @@ class StateSnapshot:
             torch.cuda.set_rng_state_all(self._cuda)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
-        for generator in self._generators:
-            generator.undo()
+        self._elsewhere.restore_generators()
 
 
 @contextmanager
