@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from daf.core.policy import Method
 from daf.planning.candidate import Candidate
 from daf.planning.options import Allowed
 from daf.planning.table import Table, lawful, level_selection, make_table
+from daf.profiling import replay_proof
 from daf.session.session import Session
 
 ALLOWED = Allowed(methods=frozenset(Method) - {Method.SPILL})
@@ -48,6 +51,12 @@ def replaying(table: Table, level: str, modules: set[str]) -> list[int]:
     covered = frozenset[int]().union(*(table.replays[place].families for place in chosen))
     rest = [c for family, c in enumerate(level_selection(table, level)) if family not in covered]
     return lawful(table, rest + [table.replay_column(place) for place in chosen])
+
+
+@pytest.fixture(autouse=True)
+def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy refuses no proof."""
+    monkeypatch.setattr(replay_proof, "_SMALL_STEP_MS", math.inf)
 
 
 @pytest.mark.parametrize(("block", "inner"), [(Rectified, ""), (Gated, ".inner")])

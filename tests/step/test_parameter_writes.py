@@ -108,6 +108,7 @@ def test_preparing_a_session_moves_no_teacher(follow: Callable[..., None]) -> No
     optimizer = torch.optim.SGD(model.student.parameters(), 0.1)
     with Session(model, optimizer, "8GB") as session:
         session.prepare(torch.randn(64, 8), loss_of)
+        assert "writes parameters" in session.split_refusal
         assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 
 
@@ -124,3 +125,33 @@ def test_generators_and_lists_that_functions_close_over_are_restored() -> None:
     assert seen == []
     loss_of(model, torch.ones(4, 8))
     assert seen[0].sum().item() == first[1]
+
+
+def test_states_that_a_loss_carries_move_once_a_step() -> None:
+    """Measured, tried anew after a refusal, or not."""
+
+    class Carried:
+        def __init__(self) -> None:
+            self.calls, self.kept, self.seen = 0, torch.zeros(16, 8), []
+
+        def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+            self.calls += 1
+            state = model(x + self.kept)
+            self.kept = state.detach()
+            self.seen.append(float(state.detach().sum()))
+            return state.square().mean()
+
+    def run(budget: str | None) -> Carried:
+        torch.manual_seed(0)
+        model, carried = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), Carried()
+        with Session(
+            model, torch.optim.SGD(model.parameters(), 0.1), budget, tolerance=0
+        ) as session:
+            for _ in range(3):
+                session.step(torch.ones(16, 8), carried.loss)
+        return carried
+
+    plain, planned = run(None), run("8GB")
+    assert plain.calls == planned.calls == 3
+    assert planned.seen == plain.seen
+    assert torch.equal(planned.kept, plain.kept)

@@ -65,8 +65,8 @@ def test_a_pass_leaves_no_trace() -> None:
 def test_a_step_that_is_tried_again_holds_no_tensors() -> None:
     model = Own()
     model(torch.ones(2, 4))
-    held = torch.ones(1)
-    model.seen.append(held)  # type: ignore[arg-type] - what holds a tensor is left alone
+    held = torch.ones(1, requires_grad=True) * 1
+    model.seen.append(held)  # type: ignore[arg-type] - what holds a graph is left alone
     snapshot = StepSnapshot(model)
     expected = model.draws()
     last = weakref.ref(model.last)

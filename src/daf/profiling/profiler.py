@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from daf.capture.capture import Capture
+from daf.core.errors import DafError
 from daf.core.policy import Policy, coded_policy, plain_policy, with_planned_operators
 from daf.core.profile import ZERO, Affine, DeviceSpeeds, Profile
 from daf.memory.device_memory import DeviceMemory
@@ -41,10 +42,11 @@ from daf.profiling.replay_proof import ProofLimits, most_ms, prove_replays, refu
 from daf.profiling.split_choice import CutChooser
 from daf.profiling.step_observer import Observer
 from daf.saved_tensors.observation import Observation
+from daf.step.batch_cut import WHOLE
 from daf.step.context import StepContext
 from daf.step.dry_run import EXAMPLES, dry_run
 from daf.step.microbatch import read_loss
-from daf.step.splitting import NOT_PROVEN
+from daf.step.splitting import NOT_PROVEN, SplitChoice
 from daf.step.state_snapshot import preserved_state
 
 # Examples, where layers take statistics over them.
@@ -102,9 +104,28 @@ class Profiler:
         Raises:
             PoolFullError: the pool cannot hold even the smallest step of the tightest policy.
         """
+        try:
+            return self._measured(context, budget_bytes, own, on_progress)
+        except (DafError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # the user's own code may raise anything for a part
+            if own is not None or context.choice.cut == WHOLE:
+                raise
+            self._recover()
+            reason = f"a part of it fails: {type(error).__name__}: {error}"[:300]
+            context.choose(SplitChoice(WHOLE, refusal=reason))
+        return self._measured(context, budget_bytes, own, on_progress)
+
+    def _measured(
+        self,
+        context: StepContext,
+        budget_bytes: int,
+        own: Profile | None,
+        on_progress: Callable[[str], None],
+    ) -> Profile:
         device = device_of(self.model)
         self._operators = _Operators()
-        with preserved_state(self.model, gradients=True):
+        with preserved_state(self.model, context.loss_fn, gradients=True):
             on_progress("the smallest step, and whether parts add up to the batch")
             smallest = None if own else self._choose_cut(context, budget_bytes)
             self._refusal, self._least = context.choice.refusal, context.choice.cut.least
@@ -137,7 +158,7 @@ class Profiler:
 
     def prove_cut(self, context: StepContext) -> None:
         """Make the context's choice of how its batch is cut, where no budget bounds anything."""
-        with preserved_state(self.model, gradients=True):
+        with preserved_state(self.model, context.loss_fn, gradients=True):
             self._choose_cut(context, math.inf)
 
     def _choose_cut(self, context: StepContext, budget_bytes: float) -> Observation | None:

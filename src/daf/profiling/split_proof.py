@@ -22,6 +22,7 @@ from daf.profiling.constant_random import ConstantRandom
 from daf.step.batch_cut import BatchCut
 from daf.step.loss_weights import LossWeights, PartWeights, Weighing
 from daf.step.microbatch import LossFunction, WeightedLoss, read_loss, scale_gradients
+from daf.step.parameter_writes import ParameterWrites
 from daf.step.state_snapshot import StateSnapshot
 from daf.torch_compat.compiler_stance import eagerly
 from daf.torch_compat.modules import AnyBatchNorm
@@ -42,6 +43,9 @@ class _Trial(NamedTuple):
     adds_up: bool = False  # the parts' losses are the whole's, without any weights
 
 
+_WRITTEN = "forward writes parameters itself, which its parts would do several times"
+
+
 class SplitProof:
     """Compares parts with the whole; ``statistics``: leave batch statistics out of it."""
 
@@ -49,7 +53,7 @@ class SplitProof:
         self._model = model
         self._loss_fn = loss_fn
         self._statistics = statistics
-        self._snapshot = StateSnapshot(model)
+        self._snapshot = StateSnapshot(model, loss_fn)
         self._dtypes: set[torch.dtype] = set()
 
     def run(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
@@ -60,13 +64,16 @@ class SplitProof:
         size = cut.size(batch)
         ends = range(size - examples // 2, size)
         some = cut.pick(batch, [*range(examples - len(ends)), *ends])
+        writes = ParameterWrites(self._model)
         try:
-            with self._without_statistics():
-                return self._proven(some, cut, examples)
+            with self._without_statistics(), writes:
+                weighing, refusal = self._proven(some, cut, examples)
+            return weighing, _WRITTEN if writes.has_written else refusal
         except Exception as error:  # the user's own code may raise anything for a part
             return Weighing.EXAMPLES, f"a part of it fails: {type(error).__name__}: {error}"[:300]
         finally:
             self._snapshot.restore()
+            writes.restore()
             self._drop_gradients()
 
     def _proven(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:

@@ -6,6 +6,7 @@ Its second run begins with what the first one found, and leaves no trace.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
@@ -69,11 +70,17 @@ Undo = Change | Contents | OwnGenerator
 class PythonState:
     """What a module, its parts and other ``objects`` keep in Python now.
 
-    ``holds_tensors`` False leaves alone what holds tensors, so that they are freed as without this.
+    ``holds_tensors`` False leaves alone what holds tensors with a graph, so that they are freed as
+    without this. Containers of more than ``most_entries`` are left alone too.
     """
 
     def __init__(
-        self, module: nn.Module, objects: Iterable[Any] = (), *, holds_tensors: bool = True
+        self,
+        module: nn.Module,
+        objects: Iterable[Any] = (),
+        *,
+        holds_tensors: bool = True,
+        most_entries: float = math.inf,
     ) -> None:
         self._spaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: list[Contents] = []
@@ -81,6 +88,7 @@ class PythonState:
         self._generators: list[OwnGenerator] = []
         self._seen: set[int] = set()
         self._holds_tensors = holds_tensors
+        self._most_entries = most_entries
         for part in module.modules():
             space = vars(part)
             self._spaces.append((space, self._held(space)))
@@ -94,9 +102,7 @@ class PythonState:
     def _held(self, space: dict[str, Any]) -> dict[str, Any]:
         if self._holds_tensors:
             return dict(space)
-        return {
-            name: _IGNORED if isinstance(value, Tensor) else value for name, value in space.items()
-        }
+        return {name: _IGNORED if _has_graph(value) else value for name, value in space.items()}
 
     def _look(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
@@ -116,7 +122,9 @@ class PythonState:
 
     def _look_into(self, name: str, container: Any, depth: int) -> None:
         values = container.values() if isinstance(container, dict) else container
-        if self._holds_tensors or not any(isinstance(each, Tensor) for each in values):
+        if len(container) > self._most_entries:
+            return
+        if self._holds_tensors or not any(map(_has_graph, values)):
             self._contents.append(Contents(container, container.copy()))
         if len(container) <= _MOST_ENTRIES:
             self._look_at(name, values, depth)
@@ -159,13 +167,13 @@ class PythonState:
             change.undo()
 
 
-def named_elsewhere(module: nn.Module) -> Iterator[Any]:
-    """Yield what a module's methods and hooks, and those of its parts, name outside of it.
+def named_elsewhere(module: nn.Module, function: Any = None) -> Iterator[Any]:
+    """Yield what a module's methods and hooks, those of its parts, and ``function`` name elsewhere.
 
     That is globals, what hooks and functions in attributes close over, and the objects whose
     methods they are.
     """
-    found: dict[int, Any] = {}
+    found = {id(value): value for value in _reached_by(function)}
     for kind in {type(part) for part in module.modules()}:
         for space, name in _globals_named(kind):  # type: ignore[arg-type]
             found[id(space.get(name))] = space.get(name)
@@ -192,11 +200,23 @@ def _reached_by(hook: Any) -> Iterator[Any]:
             yield function.__globals__.get(name)
 
 
-def state_elsewhere(module: nn.Module, *, holds_tensors: bool = True) -> PythonState:
-    """Return the state of what a module names outside of it, but for large containers."""
-    found = named_elsewhere(module)
-    few = (e for e in found if not isinstance(e, _CONTAINERS) or len(e) <= _MOST_ENTRIES_ELSEWHERE)
-    return PythonState(nn.Module(), few, holds_tensors=holds_tensors)
+def state_elsewhere(
+    module: nn.Module, function: Any = None, *, holds_tensors: bool = True
+) -> PythonState:
+    """Return the state of what a module and a function name outside of it."""
+    objects = list(named_elsewhere(module, function))
+    own = set(module.modules())
+    others = (e for e in objects if isinstance(e, nn.Module) and e not in own)
+    return PythonState(
+        nn.ModuleList(others),
+        objects,
+        holds_tensors=holds_tensors,
+        most_entries=_MOST_ENTRIES_ELSEWHERE,
+    )
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 @lru_cache(maxsize=1024)

@@ -109,7 +109,7 @@ def measure_sensitivity(
     effort = effort or Effort()
     if separate_codes:
         policy = replace(policy, rederive=False, operators=policy.operators - {"batch_norm"})
-    with preserved_state(model) as snapshot:
+    with preserved_state(model, loss_fn) as snapshot:
         passes = Passes(
             model,
             loss_fn,

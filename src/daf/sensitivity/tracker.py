@@ -195,7 +195,7 @@ class SensitivityTracker:
         pool_bytes: int | None,
     ) -> Sensitivity | None:
         """Measure; None if memory was refused, codes were evicted, or the loss is not finite."""
-        refusals, snapshot = self._keeper.refusals(), StepSnapshot(self._model)
+        refusals, snapshot = self._keeper.refusals(), StepSnapshot(self._model, context.loss_fn)
         capture = Capture(self._model, make_store(pool_bytes))
         found: Sensitivity | None = None
         try:

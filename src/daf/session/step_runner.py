@@ -65,7 +65,7 @@ class StepRetries:
             return self._run(context, plan)
 
     def _run(self, context: StepContext, plan: Plan) -> tuple[float, Plan]:
-        snapshot = StepSnapshot(self.capture.model)
+        snapshot = StepSnapshot(self.capture.model, context.loss_fn)
         is_planned = self.plan_controller.is_planned
         while True:
             self.capture.bound_spilling(self.plan_controller.bound(plan))

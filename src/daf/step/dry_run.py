@@ -39,7 +39,10 @@ def dry_run(
     is_whole = cut.size(batch) <= examples
 
     def forward(part: Any) -> None:
-        with preserved_state(model), capture.step(policy, seed=0, step_index=0, batch=part):
+        with (
+            preserved_state(model, loss_fn),
+            capture.step(policy, seed=0, step_index=0, batch=part),
+        ):
             loss_fn(model, part)
 
     try:

@@ -51,6 +51,11 @@ class ParameterWrites(TorchFunctionMode):
                 data = parameter.data
                 self._written.append((parameter, data, data.clone()))
 
+    @property
+    def has_written(self) -> bool:
+        """True if anything wrote a parameter."""
+        return bool(self._written)
+
     def restore(self) -> None:
         """Give every parameter that was written its memory and values back."""
         with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,17 +20,19 @@ class StateSnapshot:
     """Copies of a model's buffers, its Python state and the random states.
 
     Those are PyTorch's, CUDA's if used, NumPy's and Python's. Globals that the model's methods
-    name, and what its hooks close over, count as its state.
+    name, and what its hooks and ``loss_fn`` close over, count as its state.
     ``holds_tensors``: tensors in attributes are held and copied too.
     """
 
-    def __init__(self, model: nn.Module, *, holds_tensors: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Any = None, *, holds_tensors: bool = True
+    ) -> None:
         self._model = model
         self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         self._numpy = np.random.get_state()
         self._python = random.getstate()
-        self._elsewhere = state_elsewhere(model, holds_tensors=holds_tensors)
+        self._elsewhere = state_elsewhere(model, loss_fn, holds_tensors=holds_tensors)
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._attributes = PythonState(model, holds_tensors=holds_tensors)
         self._tensors = [
@@ -65,12 +68,14 @@ class StateSnapshot:
 
 
 @contextmanager
-def preserved_state(model: nn.Module, *, gradients: bool = False) -> Iterator[StateSnapshot]:
+def preserved_state(
+    model: nn.Module, loss_fn: Any = None, *, gradients: bool = False
+) -> Iterator[StateSnapshot]:
     """Restore a ``StateSnapshot``, and parameters that forward wrote, at the end; after errors too.
 
     ``gradients``: set gradients aside as well; the body finds none, and its own are dropped.
     """
-    snapshot = StateSnapshot(model)
+    snapshot = StateSnapshot(model, loss_fn)
     kept = [(each, each.grad) for each in model.parameters()] if gradients else []
     for parameter, _ in kept:
         parameter.grad = None
@@ -88,8 +93,8 @@ def preserved_state(model: nn.Module, *, gradients: bool = False) -> Iterator[St
 class StepSnapshot(StateSnapshot):
     """Taken before a training step that may be retried; owns a node older than its graph."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, holds_tensors=False)
+    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+        super().__init__(model, loss_fn, holds_tensors=False)
         device = device_of(model)
         gpu = device if device.type == "cuda" else None  # its passes go through a queue of its own
         with torch.enable_grad():

@@ -103,7 +103,7 @@ def _sites_of(job: TrainingJob, plan: Plan, batch: Batch) -> list[dict[str, str 
     part = batch_slice(batch, 0, plan.micro_batch)
     host = host_options(job.model, job.settings.host_bytes)
     capture = Capture(job.model, make_store(job.settings.pool_bytes), host=host)
-    with preserved_state(job.model, gradients=True):
+    with preserved_state(job.model, job.task.loss, gradients=True):
         if plan.policy.fused:
             dry_run(capture, job.model, plan.policy, batch, job.task.loss)
         with capture.step(plan.policy, seed=0, step_index=0, batch=part):
