@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import daf
 from daf import chunked_cross_entropy
-from daf.core.errors import DataError, DoubleBackwardError
+from daf.core.errors import DataError, DoubleBackwardError, SavedTensorError
 from daf.memory import track
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -182,6 +182,29 @@ def test_a_second_derivative_is_refused() -> None:
     loss = chunked_cross_entropy(*inputs)
     with pytest.raises(DoubleBackwardError, match="no second derivative"):
         torch.autograd.grad(loss, inputs[0], create_graph=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_second_derivative_where_inputs_are_held(reduction: Any, bias: bool) -> None:
+    hidden, weight, target, offset = case(bias=bias)
+    target[2] = -100
+
+    def loss(*leaves: Tensor) -> Tensor:
+        found = (*leaves[:2], target, *leaves[2:])
+        options = {"label_smoothing": 0.1, "reduction": reduction, "twice": True}
+        return chunked_cross_entropy(*found, chunk_rows=3, **options)
+
+    leaves = [each for each in (hidden, weight, offset) if each is not None]
+    assert torch.autograd.gradgradcheck(loss, leaves)
+    with torch.no_grad():
+        loss_before = loss(*leaves)
+    found = loss(*leaves)
+    torch.testing.assert_close(found, loss_before)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(SavedTensorError, match="changed in place"):
+        torch.autograd.grad(found, hidden, create_graph=True)
 
 
 # --- dtypes -------------------------------------------------------------------------------------

@@ -244,6 +244,26 @@ def test_logits_that_outlive_a_later_step_become_real() -> None:
         assert model.aside[0].requires_grad
 
 
+def test_a_gradient_penalty_through_the_loss_trains_as_unfused() -> None:
+    words, following = data()
+    found = {}
+    for fused in (False, True):
+        model = make_model()
+        capture = compress(model, "exact", fused=fused)
+        for _ in range(2):
+            with capture:
+                flattened(model, words, following)
+        with capture:
+            loss = flattened(model, words, following)
+            (slope,) = torch.autograd.grad(loss, model.embed.weight, create_graph=True)
+            loss = loss + 10 * slope.square().sum()
+        loss.backward()
+        found[fused] = [each.grad for each in model.parameters()]
+    assert verdicts(capture)["head"] == (PATTERN, "")
+    for one, other in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
 def test_a_weight_that_is_changed_before_the_loss_is_an_error() -> None:
     model = make_model()
     capture = compress(model, "exact", fused=True)

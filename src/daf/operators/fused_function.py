@@ -81,7 +81,7 @@ class FusedFunction(torch.autograd.Function):
     def forward(ctx: Any, run: Callable[[], Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
         """Return what ``run`` computes of ``x`` and the others: weight, bias, an addend."""
         ctx.save_for_backward(x)
-        ctx.parameters = [(each, _version(each)) for each in others[:2]]
+        ctx.parameters = versioned(others[:2])
         ctx.set_materialize_grads(False)
         return run()
 
@@ -100,22 +100,30 @@ class FusedFunction(torch.autograd.Function):
             held = saved.held
             assert isinstance(held, FusedSave)
             if torch.is_grad_enabled():
-                inputs = (*ctx.saved_tensors, *map(_unchanged, ctx.parameters))
+                inputs = (*ctx.saved_tensors, *unchanged(ctx.parameters))
                 return (None, *held.differentiable(gradient, inputs, ctx.needs_input_grad[1:]))
             if gradient.stride() != held.layout.stride or gradient.is_neg():
                 gradient, owned = held.layout.empty().copy_(gradient), True
             return (None, *held.backward(gradient, ctx.needs_input_grad[1:], owned=owned))
 
 
-def _version(parameter: Tensor | None) -> int:
-    return 0 if parameter is None else parameter._version
+Versioned = list[tuple[Tensor | None, int]]
 
 
-def _unchanged(found: tuple[Tensor | None, int]) -> Tensor | None:
-    parameter, version = found
-    if _version(parameter) != version:
+def versioned(tensors: Sequence[Tensor | None]) -> Versioned:
+    """Return tensors with their versions."""
+    return [(each, 0 if each is None else each._version) for each in tensors]
+
+
+def unchanged(found: Versioned) -> list[Tensor | None]:
+    """Return the tensors.
+
+    Raises:
+        SavedTensorError: one was changed in place since.
+    """
+    if any(each is not None and each._version != version for each, version in found):
         raise SavedTensorError(
-            "asked for a graph of gradients; a parameter of the normalisation was changed in place "
-            "since its forward pass; do that after the last backward pass"
+            "asked for a graph of gradients; a tensor that they depend on was changed in place "
+            "since the forward pass; do that after the last backward pass"
         )
-    return parameter
+    return [each for each, _ in found]

@@ -187,7 +187,7 @@ class LinearCrossEntropy(FusedOperator):
         loss = _loss_call(call)
         with self._seen_by_others():
             if loss is not None and loss.is_fusible(logits.shape):
-                return _loss_of(logits, loss)
+                return _loss_of(logits, loss, twice=not self.context.can_run_again)
             moved = _moved(call, logits)
         return None if moved is None else self._defer(deferred.site, moved)
 
@@ -229,7 +229,7 @@ def _loss_call(call: OperatorCall) -> _LossCall | None:
     return call.read(_LossCall) if call.function is F.cross_entropy else None
 
 
-def _loss_of(logits: Logits, call: _LossCall) -> Tensor:
+def _loss_of(logits: Logits, call: _LossCall, *, twice: bool) -> Tensor:
     kind = logits.hidden.device.type
     widened = torch.is_autocast_enabled(kind)  # as autocast has it of a loss
     with torch.autocast(kind, enabled=False):
@@ -241,6 +241,7 @@ def _loss_of(logits: Logits, call: _LossCall) -> Tensor:
             ignore_index=call.ignore_index,
             reduction=call.reduction,
             label_smoothing=call.label_smoothing,
+            twice=twice,
         )
     return loss if widened else loss.to(logits.dtype)
 

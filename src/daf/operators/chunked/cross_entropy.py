@@ -14,10 +14,12 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from daf.core.errors import DataError, DoubleBackwardError
 from daf.kernels.devices import is_read_freely
+from daf.operators.fused_function import differentiable_gradients, unchanged, versioned
 from daf.torch_compat.autograd_graph import keeps_graph, without_torch_function
 
 Reduction = Literal["mean", "sum"]
@@ -36,6 +38,7 @@ def chunked_cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
+    twice: bool = False,
 ) -> Tensor:
     """Cross-entropy of ``hidden @ weight.T + bias`` against ``target``, without the whole logits.
 
@@ -54,6 +57,8 @@ def chunked_cross_entropy(
         ignore_index: rows with this target count for nothing.
         reduction: "mean" over the rows that count (NaN if none does), or "sum".
         label_smoothing: 0 to 1, the share of the target that is spread over all classes.
+        twice: hold the inputs too, so that gradients can be differentiated themselves, by way of
+            the whole logits.
 
     Returns:
         A scalar of float32, or float64 where the inputs are.
@@ -61,7 +66,7 @@ def chunked_cross_entropy(
     Raises:
         DataError: shapes, dtypes, settings or (on the processor; a GPU looks by itself) targets
             that do not fit together.
-        DoubleBackwardError: in backward with ``create_graph=True``; there is no second derivative.
+        DoubleBackwardError: in backward with ``create_graph=True``, unless ``twice``.
     """
     rows, targets = hidden.flatten(0, -2), target.flatten()
     _check(hidden, weight, target, bias)
@@ -76,6 +81,7 @@ def chunked_cross_entropy(
         ignore_index,
         label_smoothing,
         with_gradients=torch.is_grad_enabled(),
+        twice=twice,
     )
     total: Tensor = _SummedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         rows, weight, bias, targets, settings, reduction
@@ -88,6 +94,7 @@ class _Settings(NamedTuple):
     ignore_index: int
     label_smoothing: float
     with_gradients: bool  # inside a Function's forward grad mode is always off
+    twice: bool
 
 
 class _Gradients(NamedTuple):
@@ -139,15 +146,15 @@ class _SummedCrossEntropy(torch.autograd.Function):
                     _to_gradient(logits, target[chunk], counted[chunk], settings, step)
                     _gather(gradients, logits, hidden, weight, chunk)
         _keep(ctx, gradients, (hidden, weight, bias))
+        if settings.twice:
+            ctx.inputs = versioned((hidden, weight, bias))
+            ctx.target, ctx.settings, ctx.reduction = target, settings, reduction
         return total * scale
 
     @staticmethod
     def backward(ctx: Any, incoming: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise DoubleBackwardError(
-                "asked for a graph of chunked_cross_entropy's gradient (create_graph=True); it has "
-                "no second derivative; use F.cross_entropy(F.linear(...), ...) there"
-            )
+            return (*_differentiable(ctx, incoming), None, None, None)
         kept = list(ctx.saved_tensors)
         if keeps_graph():
             kept = [each * incoming.to(each.dtype) for each in kept]
@@ -157,6 +164,30 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 each.mul_(incoming.to(each.dtype))
         found = [kept.pop(0) if wanted else None for wanted in ctx.wanted]
         return (*found, None, None, None)
+
+
+def _differentiable(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+    if not hasattr(ctx, "inputs"):
+        raise DoubleBackwardError(
+            "asked for a graph of chunked_cross_entropy's gradient (create_graph=True); it has "
+            "no second derivative; give twice=True, or use F.cross_entropy(F.linear(...), ...)"
+        )
+    settings: _Settings = ctx.settings
+
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        logits = F.linear(hidden, weight, bias).to(incoming.dtype)
+        return F.cross_entropy(
+            logits,
+            ctx.target,
+            ignore_index=settings.ignore_index,
+            reduction=ctx.reduction,
+            label_smoothing=settings.label_smoothing,
+        )
+
+    with without_torch_function():
+        return differentiable_gradients(
+            run, unchanged(ctx.inputs), ctx.needs_input_grad[:3], incoming
+        )
 
 
 def _keep(ctx: Any, gradients: _Gradients, inputs: tuple[Tensor | None, ...]) -> None:
