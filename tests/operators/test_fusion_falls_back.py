@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import at_most
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations
 
 from daf.core.errors import DoubleBackwardError, NonFiniteLossError
@@ -20,6 +21,8 @@ from daf.core.policy import plain_policy, with_fused_operators
 from daf.operators.chunked.cross_entropy import chunked_cross_entropy
 from daf.session.session import Session
 
+# PyTorch's own, for forward-mode derivatives.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 WIDTH, CLASSES, STEPS, LATE = 8, 1024, 6, 3
 Late = Callable[["Network", Tensor, Tensor], Tensor]
 
@@ -160,12 +163,19 @@ def unseen(m: Network, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.logits(z), y)
 
 
+def forward_mode(m: Network, x: Tensor, y: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        found = m.logits(m.body(forward_ad.make_dual(x, torch.ones_like(x))))
+        tangent = forward_ad.unpack_dual(found).tangent
+    return usual(m, x, y) + 1e-3 * tangent.square().mean()
+
+
 LATER: dict[str, Late] = {
     each.__name__: each
     for each in (
         *(also_read, sum_also_read, addend_changed, two_passes, put_aside, logits_aside),
         *(logits_read, penalised, penalised_through_the_loss, hooked, changing_hook),
-        *(gradient_hook, functional, evaluated, other_order, in_place, unseen),
+        *(gradient_hook, functional, evaluated, other_order, in_place, unseen, forward_mode),
     )
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from daf.core.policy import SMALL_BYTES
 from daf.kernels.backend import is_codable
@@ -20,9 +21,16 @@ def autograd_objection(inputs: tuple[Tensor | None, ...], pack: Callable[..., An
     """Return why autograd would not hand ``inputs`` to the hook ``pack``; empty where it would."""
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
         return "it needs no gradient"
+    if is_forward_mode():
+        return "forward-mode derivatives are taken"
     if pack_hook(raises=True) != pack:
         return "somebody else's saved-tensor hooks are on (checkpointing)"
     return ""
+
+
+def is_forward_mode() -> bool:
+    """True inside ``forward_ad.dual_level``, where functions of one's own have no derivative."""
+    return forward_ad._current_level >= 0
 
 
 def autocast_objection(x: Tensor) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from daf.operators.chunked.cross_entropy import as_autocast, chunked_cross_entropy
+from daf.operators.eligibility import is_forward_mode
 from daf.operators.fusion_table import CallSite
 from daf.operators.operator_context import OperatorContext
 from daf.operators.protocol import FusedOperator, OperatorCall
@@ -212,6 +213,7 @@ def _is_worth_it(hidden: Any, weight: Any, bias: Any) -> bool:
         and hidden.dim() >= 2
         and classes >= max(LEAST_CLASSES, LEAST_GROWTH * features)
         and torch.is_grad_enabled()
+        and not is_forward_mode()
         and any(each.requires_grad for each in tensors)
     )
 
