@@ -39,6 +39,10 @@ class SplitError(DafError, ValueError):
     """Micro-batches of this batch do not add up to it, as those of batches before did."""
 
 
+class OtherPathError(SplitError):
+    """A step computes otherwise than those for which cutting the batch was proven."""
+
+
 class PoolFullError(DafError, MemoryError):
     """The paged pool cannot hold what was asked, even after evicting all that it may."""
 

@@ -7,7 +7,6 @@ plain PyTorch, where that fits. Random states, buffers, gradients and training f
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -156,10 +155,10 @@ class Profiler:
             return found
         return calibrated(found, times.kept[-1][0], times.coded_ms)
 
-    def prove_cut(self, context: StepContext) -> None:
-        """Make the context's choice of how its batch is cut, where no budget bounds anything."""
+    def prove_cut(self, context: StepContext, budget_bytes: float) -> None:
+        """Make the context's choice of how its batch is cut, and measure nothing else."""
         with preserved_state(self.model, context.loss_fn, gradients=True):
-            self._choose_cut(context, math.inf)
+            self._choose_cut(context, budget_bytes)
 
     def _choose_cut(self, context: StepContext, budget_bytes: float) -> Observation | None:
         chooser = CutChooser(

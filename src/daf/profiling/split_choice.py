@@ -21,7 +21,7 @@ from daf.torch_compat.modules import AnyBatchNorm
 
 MOST_CUTS = 3  # ways that are tried
 LEAST_TIMED = 16  # examples in a batch from which on all proofs take less than a step
-EXAMPLES_FOR_EACH = 8  # then, of the batch, for each that a proof takes
+EXAMPLES_FOR_EACH = 8  # then, of the batch, for each that a proof takes; else it takes all
 LEAST_WITH_STATISTICS = 2  # examples
 NO_PART_RUNS = "no part of it runs by itself, or no dimension of its tensors is one of examples"
 NO_ROOM_TO_PROVE = (
@@ -31,7 +31,7 @@ NO_ROOM_TO_PROVE = (
 
 def examples_of(batch: int) -> int:
     """Return how many examples a proof takes of a batch of so many."""
-    return MOST_EXAMPLES if batch < LEAST_TIMED else min(MOST_EXAMPLES, batch // EXAMPLES_FOR_EACH)
+    return batch if batch < LEAST_TIMED else min(MOST_EXAMPLES, batch // EXAMPLES_FOR_EACH)
 
 
 @dataclass(eq=False)
@@ -112,7 +112,9 @@ class CutChooser:
         weighing, refusal = proof.run(context.batch, cut, examples)
         self.recover()
         self.proof_ms += 1000.0 * (time.perf_counter() - start_s)
-        return SplitChoice(cut, weighing, "" if splitting.is_promised else refusal)
+        if splitting.is_promised:
+            return SplitChoice(cut, weighing)
+        return SplitChoice(cut, weighing, refusal, frozenset(proof.functions))
 
     def _plainly(self, found: Observation, examples: int) -> float:
         """Return the expected peak of a step that saves as plain PyTorch does."""

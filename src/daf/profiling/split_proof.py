@@ -29,10 +29,9 @@ from daf.torch_compat.modules import AnyBatchNorm
 
 MOST_EXAMPLES = 4
 # Rounding, relative to a parameter's gradient and to the whole gradient, by the narrowest type
-# that computes. Coupled examples differ by their own size; kinks (ReLU, max-pooling) that another
-# order of sums crosses by some 1e-4 of a parameter's gradient.
+# that computes. Coupled examples differ by their own size.
 _TOLERANCE = {torch.bfloat16: (6e-2, 2e-2), torch.float16: (2e-2, 5e-3)}
-_FLOAT32_TOLERANCE = (2e-3, 2e-5)
+_FLOAT32_TOLERANCE = (3e-4, 5e-6)
 
 
 class _Trial(NamedTuple):
@@ -55,11 +54,12 @@ class SplitProof:
         self._statistics = statistics
         self._snapshot = StateSnapshot(model, loss_fn)
         self._dtypes: set[torch.dtype] = set()
+        self.functions: set[str] = set()  # that ran in forward passes
 
     def run(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
         """Return how parts are weighed, and "" or why they do not add up; restores the model.
 
-        ``examples``: how many to take of the batch, 2 to ``MOST_EXAMPLES``.
+        ``examples``: how many to take of the batch, 2 at least.
         """
         size = cut.size(batch)
         ends = range(size - examples // 2, size)
@@ -99,7 +99,7 @@ class SplitProof:
         self._drop_gradients()
         self._snapshot.restore()
         joined = weight = unweighed = 0.0
-        for start, stop in pairwise((0, examples - cut.least, examples)):
+        for start, stop in pairwise((0, _middle(examples, cut.least), examples)):
             self._snapshot.restore_random()
             part, size = cut.take(batch, start, stop), stop - start
             with self._constantly():
@@ -134,6 +134,7 @@ class SplitProof:
         """Return the loss, and what its operators divide by."""
         with LossWeights(examples, disturbed=disturbed) as operators:
             loss = read_loss(self._loss_fn(self._model, batch), examples)
+        self.functions |= operators.functions
         return loss, operators.divisors
 
     @contextmanager
@@ -194,6 +195,13 @@ class SplitProof:
         finally:
             for each in norms:
                 each.training = True
+
+
+def _middle(examples: int, least: int) -> int:
+    """Return where to cut: sizes without a common divisor, so that few labels keep proportion."""
+    sizes = range(least, examples - least + 1)
+    odd = [size for size in sizes if math.gcd(size, examples) == 1]
+    return min(odd or sizes, key=lambda size: abs(3 * size - 2 * examples))
 
 
 def _length(gradient: Tensor | None) -> float:

@@ -56,6 +56,7 @@ class PlanController(Resumable):
     predicted_peak_bytes: int | None = None
     planned_for_bytes: int = 0  # of the measured batch
     uncut_examples: int = 0  # of the largest batch so far, where no plan cuts any
+    proven_again_at: int = -1  # the step
 
     def __post_init__(self) -> None:
         self.planned_budget_bytes = self.budget_bytes
@@ -211,13 +212,32 @@ class PlanController(Resumable):
     def _with_proof(self, plan: Plan, context: StepContext) -> Plan:
         """Return a plan for a batch of another structure, or another loss, than the plan's."""
         if self.budget_bytes is None and context.choice.refusal == NOT_PROVEN:
-            self.step_profiles.prove_cut(context)
+            self.step_profiles.prove_cut(context, None)
         if not context.choice.refusal:
             return plan
         if context.choice.refusal != NOT_PROVEN or self.budget_bytes is None:
             return self.stop_splitting(context, context.choice.refusal)
         self.selector.forget()
         return self._adopt(self.prepare(context))
+
+    def prove_again(self, context: StepContext, plan: Plan, reason: str) -> Plan:
+        """Return ``plan`` if this step's functions are proven too, else one that cuts nothing.
+
+        Raises:
+            BudgetError: the budget does not hold a whole batch.
+        """
+        known = context.choice
+        if self.proven_again_at == context.index:
+            return self.stop_splitting(context, reason)
+        self.proven_again_at = context.index
+        context.choose(replace(known, refusal=NOT_PROVEN), is_final=False)
+        with self.keeper.unbounded():
+            self.step_profiles.prove_cut(context, self.budget_bytes)
+        if context.choice.refusal:
+            return self.stop_splitting(context, context.choice.refusal)
+        seen = known.functions | context.choice.functions
+        context.choose(replace(context.choice, functions=seen))
+        return plan
 
     def stop_splitting(self, context: StepContext, reason: str) -> Plan:
         """Plan anew for whole batches of this kind, whose parts turned out not to add up.

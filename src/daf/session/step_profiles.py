@@ -5,6 +5,7 @@ What was measured serves larger batches too, as long as they are near it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -101,10 +102,10 @@ class StepProfiles:
         self.proof_ms += profiler.proof_ms
         return found
 
-    def prove_cut(self, context: StepContext) -> None:
-        """Prove, without a budget, how a batch is cut that a plan of the user's cuts."""
+    def prove_cut(self, context: StepContext, budget_bytes: int | None) -> None:
+        """Prove how a batch is cut: for a plan of the user's, or a step that computes otherwise."""
         profiler = self.make_profiler()
-        profiler.prove_cut(context)
+        profiler.prove_cut(context, math.inf if budget_bytes is None else budget_bytes)
         self.proof_ms += profiler.proof_ms
 
 

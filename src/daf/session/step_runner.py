@@ -16,6 +16,7 @@ from daf.core.errors import (
     DoubleBackwardError,
     FusionError,
     NonFiniteLossError,
+    OtherPathError,
     PoolFullError,
     SplitError,
 )
@@ -76,6 +77,9 @@ class StepRetries:
             if isinstance(found, float):
                 return found, plan
             self._clear_away(snapshot)
+            if isinstance(found, OtherPathError):
+                plan = self.plan_controller.prove_again(context, plan, str(found))
+                continue
             if isinstance(found, SplitError):
                 plan = self.plan_controller.stop_splitting(context, str(found))
                 continue

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from daf.capture.capture import Capture
 from daf.capture.compiled_calls import apart
-from daf.core.errors import NonFiniteLossError
+from daf.core.errors import NonFiniteLossError, OtherPathError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
 from daf.kernels.devices import is_processor
@@ -25,6 +25,7 @@ from daf.step.loss_scale import ScaleWatch
 from daf.step.loss_weights import LossWeights, PartWeights
 from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
 from daf.step.nonfinite import first_nonfinite
+from daf.step.splitting import SplitChoice
 from daf.step.state_snapshot import StepSnapshot
 from daf.torch_compat.compiled_modules import CompiledModules
 
@@ -118,8 +119,8 @@ class GradientStep:
             held_by_plan=planned and not plan.release_gradients,
             adds_to_users=self.adds_to_users,
         )
-        losses = _Losses(partial(self._refuse_nonfinite, context, snapshot))
         weights = PartWeights(context.choice.weighing) if len(parts) > 1 else None
+        losses = _Losses(partial(self._refuse_nonfinite, context, snapshot, weights))
         reads_first = self._reads_first()
         for index, part in enumerate(parts):
             with losses.explaining():
@@ -133,7 +134,7 @@ class GradientStep:
         if weights is not None:
             weights.check()
         if math.isnan(losses.mean):
-            self._refuse_nonfinite(context, snapshot, context.batch, losses.mean)
+            self._refuse_nonfinite(context, snapshot, weights, context.batch, losses.mean)
         if losses.is_sum and weights is not None:
             scale_gradients(list(self._model.parameters()), 1.0 / losses.weight)
         return losses.mean
@@ -176,6 +177,8 @@ class GradientStep:
         operators, scaling = LossWeights(), ScaleWatch()
         with capture, self.release.watching(), operators if weights else nullcontext(), scaling:
             result = context.loss_fn(self._model, part)
+        if weights is not None:
+            _refuse_other_path(operators.functions - context.choice.functions, context.choice)
         loss = read_loss(result, context.choice.cut.size(part))
         weighed = weights.weighed(loss, operators.divisors) if weights else loss
         return weighed, scaling.factor
@@ -193,8 +196,15 @@ class GradientStep:
             scaled.backward()  # type: ignore[no-untyped-call]
 
     def _refuse_nonfinite(
-        self, context: StepContext, snapshot: StepSnapshot, part: Any, value: float
+        self,
+        context: StepContext,
+        snapshot: StepSnapshot,
+        weights: PartWeights | None,
+        part: Any,
+        value: float,
     ) -> NoReturn:
+        if weights is not None:
+            weights.check()  # a part's mean over nothing is the cut's fault
         snapshot.forget_backward()
         snapshot.restore()
         where = first_nonfinite(self._model, part, lambda: context.loss_fn(self._model, part))
@@ -204,4 +214,15 @@ class GradientStep:
             f"the loss became {value} at step {context.index}; it began in {where}; parameters "
             f"are those from before this step; try a lower learning rate, more bits, or check the "
             f"data"
+        )
+
+
+def _refuse_other_path(unknown: set[str], choice: SplitChoice) -> None:
+    """Raise OtherPathError if a part calls functions that no proof has seen; a promise needs none.
+
+    What begins later (a penalty every fourth step, say) may couple examples.
+    """
+    if unknown and choice.functions:
+        raise OtherPathError(
+            f"a part calls {', '.join(sorted(unknown))}, which its proof did not see"
         )

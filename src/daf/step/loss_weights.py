@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from daf.core.errors import SplitError
 from daf.step.microbatch import WeightedLoss
+from daf.torch_compat.autograd_graph import without_torch_function
 
 
 class Weighing(StrEnum):
@@ -58,7 +59,7 @@ class _Call(NamedTuple):
 
 
 class LossWeights(TorchFunctionMode):
-    """Notes what every mean-reducing loss operator inside divides by.
+    """Notes what every mean-reducing loss operator inside divides by, and which functions run.
 
     ``disturbed``: first ignore half of the first example's labels, of ``examples``: a proof with
     these labels shows what the loss is a mean over, where no label happens to be ignored.
@@ -67,6 +68,7 @@ class LossWeights(TorchFunctionMode):
     def __init__(self, examples: int = 1, *, disturbed: bool = False) -> None:
         super().__init__()
         self.divisors: list[Tensor] = []
+        self.functions: set[str] = set()  # whose results have gradients
         self._examples = examples
         self._disturbed = disturbed
 
@@ -78,9 +80,17 @@ class LossWeights(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one operator; PyTorch calls this."""
+        found = self._called(func, args, kwargs or {})
+        if _is_differentiable(found):
+            self.functions.add(getattr(func, "__name__", ""))
+        return found
+
+    def _called(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         if func not in (F.cross_entropy, F.nll_loss):
-            return func(*args, **(kwargs or {}))
-        call = _Call(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        call = _Call(*args, **kwargs)
         if call.takes_a_mean:
             if self._disturbed:
                 call = call._replace(target=self._with_ignored(call))
@@ -91,7 +101,7 @@ class LossWeights(TorchFunctionMode):
                 )
             with torch.no_grad():
                 self.divisors.append(call.divisor())
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _with_ignored(self, call: _Call) -> Any:
         target = call.target
@@ -103,6 +113,13 @@ class LossWeights(TorchFunctionMode):
         changed = target.clone()
         changed.view(-1)[: max(1, rows // 2)] = call.ignore_index
         return changed
+
+
+def _is_differentiable(found: Any) -> bool:
+    """Return True for what a gradient goes through; what hooks look at has none."""
+    values = found if isinstance(found, (tuple, list)) else (found,)
+    with without_torch_function():
+        return any(isinstance(each, Tensor) and each.requires_grad for each in values)
 
 
 class PartWeights:
@@ -144,7 +161,7 @@ class PartWeights:
                 continue
             shares = tuple(divisor / examples for divisor in each)
             first = first or shares
-            if not _are_alike(shares, first):
+            if not all(each) or not _are_alike(shares, first):
                 raise SplitError(
                     "its parts have different shares of labels that count, and the loss is no "
                     "plain mean over these; return (sum, weight) from loss_fn"

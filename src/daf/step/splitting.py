@@ -23,11 +23,16 @@ FORBIDDEN = "split=False was asked for"
 
 @dataclass(frozen=True, slots=True)
 class SplitChoice:
-    """How a batch is cut to measure and train; ``refusal``: why training never cuts it, or ""."""
+    """How a batch is cut to measure and train; ``refusal``: why training never cuts it, or "".
+
+    ``functions``: those of PyTorch that the proof saw; what calls others is not proven. Empty:
+    nothing was proven.
+    """
 
     cut: BatchCut
     weighing: Weighing = Weighing.EXAMPLES
     refusal: str = ""
+    functions: frozenset[str] = frozenset()
 
 
 class Splitting:
@@ -96,13 +101,15 @@ class Splitting:
         if choice is None or choice.cut.own is not None:
             return None
         cut = {"dims": list(choice.cut.dims), "least": choice.cut.least}
-        return cut | {"weighing": choice.weighing.value, "refusal": choice.refusal}
+        told = {"weighing": choice.weighing.value, "refusal": choice.refusal}
+        return cut | told | {"functions": sorted(choice.functions)}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on from ``state_dict``."""
         if state is not None:
             cut = BatchCut(tuple(state["dims"]), state["least"])
-            self._resumed = SplitChoice(cut, Weighing(state["weighing"]), state["refusal"])
+            weighing, functions = Weighing(state["weighing"]), frozenset(state["functions"])
+            self._resumed = SplitChoice(cut, weighing, state["refusal"], functions)
 
 
 def kind_of(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> Hashable:

@@ -1,0 +1,91 @@
+"""What a step computes otherwise than those that were proven is proven too, or not cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from daf import Session
+from daf.core.step_report import StepReport
+from daf.memory import process_memory
+
+Batch = tuple[Tensor, ...]
+
+
+@pytest.fixture
+def budget() -> int:
+    return process_memory.resident_bytes() + 10**9
+
+
+def mlp(classes: int = 5) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, classes))
+
+
+def images() -> Batch:
+    return torch.randn(12, 6), torch.randint(0, 5, (12,))
+
+
+def mean(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def still(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def plain_gradients(loss: Any, model: nn.Module, batch: Batch) -> tuple[float, list[Tensor]]:
+    value = loss(model, batch)
+    return value.item(), list(torch.autograd.grad(value, list(model.parameters())))
+
+
+def in_micro_batches(session: Session, batch: Batch, loss: Any, examples: int) -> StepReport:
+    session.plan = replace(session.prepare(batch, loss), micro_batch=examples)
+    return session.step(batch, loss)
+
+
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_a_path_that_opens_later_is_proven_when_it_opens(adds_up: bool, budget: int) -> None:
+    """A penalty every third step: of each example, or of the batch's mean."""
+    model, batch, step = mlp(), images(), 0
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if step % 3 != 2:
+            return mean(model, batch)
+        logits = model(batch[0])
+        part = logits.square().mean() if adds_up else logits.mean(0).square().sum()
+        return F.cross_entropy(logits, batch[1]) + part
+
+    with Session(model, still(model), budget, tolerance=0) as session:
+        in_micro_batches(session, batch, loss, 4)
+        for step in range(7):
+            report = session.step(batch, loss)
+            expected, gradients = plain_gradients(loss, model, batch)
+            assert report.loss == pytest.approx(expected, rel=1e-5)
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+            is_cut = adds_up or step < 2
+            assert report.micro_batch == (4 if is_cut else len(batch[0]))
+            session.optimizer.zero_grad()
+
+
+def test_a_part_with_nothing_to_divide_by_is_not_cut_wrongly(budget: int) -> None:
+    """Two means over labels that count, of which some parts have none."""
+    model = mlp(classes=10)
+    x, labels = torch.randn(12, 6), torch.randint(0, 5, (2, 12))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        starts, ends = model(batch[0]).chunk(2, dim=1)
+        return F.cross_entropy(starts, batch[1]) + F.cross_entropy(ends, batch[2])
+
+    with Session(model, still(model), budget, tolerance=0) as session:
+        assert in_micro_batches(session, (x, *labels), loss, 3).micro_batch == 3
+        labels[1, 3:9] = -100
+        report = session.step((x, *labels), loss)
+        expected, _ = plain_gradients(loss, model, (x, *labels))
+        assert report.micro_batch == 12
+        assert report.loss == pytest.approx(expected, rel=1e-5)
