@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from daf.core.errors import CommittedStepError, FusionError
 from daf.session.session import Session
-from daf.step.state_snapshot import preserved_state
+from daf.step.state_snapshot import StepSnapshot, preserved_state
 
 
 def lerp(t: nn.Parameter, s: nn.Parameter) -> None:
@@ -155,3 +156,24 @@ def test_states_that_a_loss_carries_move_once_a_step() -> None:
     assert plain.calls == planned.calls == 3
     assert planned.seen == plain.seen
     assert torch.equal(planned.kept, plain.kept)
+
+
+@pytest.mark.parametrize("follow", [lerp, replaced])
+def test_a_step_that_moved_a_teacher_is_not_run_again(follow: Callable[..., None]) -> None:
+    model = Distilled(follow)
+    snapshot = StepSnapshot(model, loss_of)
+    snapshot.check_parameters()
+    loss_of(model, torch.randn(4, 8))
+    snapshot.restore()
+    with pytest.raises(CommittedStepError, match="itself had changed parameters"):
+        snapshot.check_parameters()
+
+
+def test_an_error_that_no_other_operators_mend_is_raised() -> None:
+    def failing(_model: nn.Module, _x: Tensor) -> Tensor:
+        raise FusionError("of the user's own")
+
+    model = nn.Linear(8, 8)
+    session = Session(model, torch.optim.SGD(model.parameters(), 0.1), None, split=False)
+    with pytest.raises(FusionError, match="user's own"):
+        session.step(torch.randn(4, 8), failing)

@@ -59,6 +59,7 @@ class StepRetries:
 
         Raises:
             BudgetError: no plan holds the step.
+            CommittedStepError: it failed after parameters had changed.
             PoolFullError: the pool's bytes do not hold it.
             RuntimeError: whatever else the step raised.
         """
@@ -68,6 +69,7 @@ class StepRetries:
     def _run(self, context: StepContext, plan: Plan) -> tuple[float, Plan]:
         snapshot = StepSnapshot(self.capture.model, context.loss_fn)
         is_planned = self.plan_controller.is_planned
+        fallen_back = len(self.capture.fallen_back())
         while True:
             self.capture.bound_spilling(self.plan_controller.bound(plan))
             try:
@@ -77,6 +79,7 @@ class StepRetries:
             if isinstance(found, float):
                 return found, plan
             self._clear_away(snapshot)
+            snapshot.check_parameters()
             if isinstance(found, OtherPathError):
                 plan = self.plan_controller.prove_again(context, plan, str(found))
                 continue
@@ -84,6 +87,9 @@ class StepRetries:
                 plan = self.plan_controller.stop_splitting(context, str(found))
                 continue
             if isinstance(found, (FusionError, *_BY_DEFERRING)):
+                fallen_back, before = len(self.capture.fallen_back()), fallen_back
+                if fallen_back == before:
+                    raise found
                 continue  # the place runs otherwise from now on
             tighter = self.plan_controller.tighter(plan) if is_planned else None
             if tighter is None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from daf.core.errors import CommittedStepError
 from daf.memory.domain import device_of
 from daf.recompute.python_state import PythonState, state_elsewhere
 from daf.step.parameter_writes import ParameterWrites
@@ -90,15 +92,34 @@ def preserved_state(
             parameter.grad = gradient
 
 
+def _place(parameter: Tensor) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()
+
+
 class StepSnapshot(StateSnapshot):
     """Taken before a training step that may be retried; owns a node older than its graph."""
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         super().__init__(model, loss_fn, holds_tensors=False)
+        plain = (e for e in model.parameters() if type(e) is nn.Parameter and not is_lazy(e))
+        self._places = [(e, _place(e)) for e in plain if e.layout is torch.strided]
         device = device_of(model)
         gpu = device if device.type == "cuda" else None  # its passes go through a queue of its own
         with torch.enable_grad():
             self._oldest = torch.zeros((), requires_grad=True, device=gpu) * 1.0
+
+    def check_parameters(self) -> None:
+        """Check that a failed step may run again.
+
+        Raises:
+            CommittedStepError: it changed parameters in its forward pass.
+        """
+        if any(_place(each) != place for each, place in self._places):
+            raise CommittedStepError(
+                "the step failed after its forward pass itself had changed parameters (a teacher's "
+                "say), so it cannot be run again; load the last checkpoint, and change those "
+                "parameters between steps, or train with a larger budget"
+            )
 
     def forget_backward(self) -> None:
         """Free what a backward pass that failed half-way still holds.
