@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,11 +24,13 @@ from daf.profiling.replay_proof import (
     LEAST_MS,
     MOST_STEPS,
     PASS_STEPS,
+    _candidates,
     _judged_by_kind,
     _kind,
     most_ms,
 )
 from daf.recompute.proof import NO_ROOM, NO_TIME
+from daf.saved_tensors.observation import NO_CALL, ModuleCall, Observation
 from daf.session.session import Session
 
 WIDTH = 64
@@ -197,3 +200,11 @@ def test_kinds_are_classes_with_their_options_not_their_numbers() -> None:
         layer(lambda m: setattr(m, "is_last", True)),
     ]
     assert all(_kind(other) != _kind(alike[0]) for other in others)
+
+
+def test_equal_layers_are_tried_before_what_is_nearly_the_whole_model() -> None:
+    calls = [ModuleCall("", NO_CALL, 0, 9, 12.0), ModuleCall("body", 0, 0, 9, 11.0)]
+    calls += [ModuleCall(f"body.{n}", 1, n, n, 5.0) for n in range(2)]
+    observation = Observation(4, calls=calls)
+    observation.saves += [SimpleNamespace(call=n) for n in (2, 3)]
+    assert _candidates(observation) == (["body.0", "body.1"], ["body"])

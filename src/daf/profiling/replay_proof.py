@@ -166,7 +166,7 @@ def _candidates(observation: Observation) -> tuple[list[str], list[str]]:
         if call.parent != NO_CALL and place in saving:
             found[call.module] = found.get(call.module, 0.0) + call.forward_ms
     refused = {call.module for call in calls if not call.replayable}
-    half = max(found.values(), default=0.0) / 2
+    half = sum(call.forward_ms for call in calls if call.parent == NO_CALL) / 2
     order = sorted(found.keys() - refused, key=lambda path: (-found[path], path))
     parts = [path for path in order if found[path] <= half]
     return parts, [path for path in order if found[path] > half]
