@@ -418,5 +418,6 @@ def test_a_resumed_session_goes_on_cutting(budget: int) -> None:
         state = session.state_dict()
     with Session(model, still(model), budget, tolerance=0) as session:
         session.load_state_dict(state)
+        assert session.state_dict()["splitting"] == state["splitting"]
         assert session.step(batch, mean).micro_batch == 3
         assert session.split_refusal == ""

@@ -97,7 +97,7 @@ class Splitting:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the last choice (JSON-able), which a resumed run takes for its first batch."""
-        choice = next(reversed(self._proven.values()), None)
+        choice = next(reversed(self._proven.values()), self._resumed)
         if choice is None or choice.cut.own is not None:
             return None
         cut = {"dims": list(choice.cut.dims), "least": choice.cut.least}
