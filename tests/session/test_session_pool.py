@@ -60,7 +60,7 @@ def pool_bytes(bits: int) -> int:
     session = session_for(network(), bits=bits)
     report = session.step(images(), cross_entropy)
     assert report.evicted_bytes == 0
-    return pool_of(session).peak_bytes
+    return pool_of(session).statistics().held_peak_bytes
 
 
 def test_under_its_own_cap_a_session_trains_on_with_fewer_planes() -> None:
@@ -68,7 +68,7 @@ def test_under_its_own_cap_a_session_trains_on_with_fewer_planes() -> None:
     session = session_for(network(), bits=4, pool_bytes=cap)
     assert session.pool_bytes == cap
     reports = [session.step(batch, cross_entropy) for _ in range(30)]
-    assert pool_of(session).peak_bytes <= cap
+    assert pool_of(session).statistics().held_peak_bytes <= cap
     assert all(report.evicted_bytes > 0 for report in reports)
     assert session.evicted_bytes == sum(report.evicted_bytes for report in reports)
     assert sum(row["evicted_bytes"] for row in session.explain()) >= reports[-1].evicted_bytes
@@ -129,7 +129,7 @@ def test_codes_that_do_not_fit_their_cap_are_tried_under_a_tighter_plan() -> Non
         session.plan, session._plan_controller.selector.first = refused, None
         report = session.step(batch, cross_entropy)
         assert session.plan.predicted_peak_bytes < refused.predicted_peak_bytes
-        assert pool_of(session).peak_bytes <= cap
+        assert pool_of(session).statistics().held_peak_bytes <= cap
     assert report.loss == cross_entropy(network(), batch).item()
 
 
@@ -146,7 +146,9 @@ def test_the_pool_counts_in_the_account_that_the_budget_bounds() -> None:
 
     session.step(images(), loss_fn)
     now = pool_of(session).statistics()
-    assert charged[0] >= pool_of(session).peak_bytes - now.metadata_bytes - 4 * 4096
+    assert (
+        charged[0] >= pool_of(session).statistics().held_peak_bytes - now.metadata_bytes - 4 * 4096
+    )
     assert stats()["external_bytes.current"] - before == now.free_bytes
 
 
