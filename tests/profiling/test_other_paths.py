@@ -89,3 +89,48 @@ def test_a_part_with_nothing_to_divide_by_is_not_cut_wrongly(budget: int) -> Non
         expected, _ = plain_gradients(loss, model, (x, *labels))
         assert report.micro_batch == 12
         assert report.loss == pytest.approx(expected, rel=1e-5)
+
+
+class Exiting(nn.Module):
+    """Runs its second layer for batches that are uncertain on average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if x.mean() > 0:
+            hidden = torch.tanh(self.second(hidden))
+        result: Tensor = self.last(hidden)
+        return result
+
+
+def test_parts_that_take_another_way_through_the_model_are_not_cut(budget: int) -> None:
+    model = Exiting()
+    labels = torch.randint(0, 5, (12,))
+    alike, mixed = torch.randn(12, 6) - 5.0, torch.randn(12, 6) - 5.0
+    mixed[:4] += 9.0  # below zero on average, but not in the first part
+    with Session(model, still(model), budget, tolerance=0) as session:
+        assert in_micro_batches(session, (alike, labels), mean, 4).micro_batch == 4
+        session.optimizer.zero_grad()
+        report = session.step((mixed, labels), mean)
+        assert report.micro_batch == 12
+        assert model.second.weight.grad is None
+
+
+@pytest.mark.parametrize("kind", ["closure", "attribute"])
+def test_what_draws_from_a_generator_of_its_own_is_not_cut(kind: str, budget: int) -> None:
+    source, model = torch.Generator().manual_seed(3), mlp()
+    if kind == "attribute":
+        model.source = source  # type: ignore[assignment]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        own: torch.Generator = getattr(model, "source", source)
+        return F.cross_entropy(model(batch[0]) * (0.5 + torch.rand((), generator=own)), batch[1])
+
+    state = source.get_state()
+    with Session(model, still(model), budget, tolerance=0) as session:
+        session.prepare(images(), loss)
+        assert "generator of its own" in session.split_refusal
+        assert torch.equal(source.get_state(), state)

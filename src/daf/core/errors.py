@@ -40,7 +40,14 @@ class SplitError(DafError, ValueError):
 
 
 class OtherPathError(SplitError):
-    """A step computes otherwise than those for which cutting the batch was proven."""
+    """A step computes otherwise than those for which cutting the batch was proven.
+
+    ``unknown``: names of functions, and of parameters, that no proof saw.
+    """
+
+    def __init__(self, message: str, unknown: set[str]) -> None:
+        super().__init__(message)
+        self.unknown = unknown
 
 
 class PoolFullError(DafError, MemoryError):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from daf.core.errors import SplitError
 from daf.profiling.constant_random import ConstantRandom
 from daf.step.batch_cut import BatchCut
-from daf.step.loss_weights import LossWeights, PartWeights, Weighing
+from daf.step.loss_weights import LossWeights, PartWeights, Weighing, parameter_names
 from daf.step.microbatch import LossFunction, WeightedLoss, read_loss, scale_gradients
 from daf.step.parameter_writes import ParameterWrites
 from daf.step.state_snapshot import StateSnapshot
@@ -42,6 +42,7 @@ class _Trial(NamedTuple):
     adds_up: bool = False  # the parts' losses are the whole's, without any weights
 
 
+_DRAWN = "it draws from a generator of its own, which its parts would do several times"
 _WRITTEN = "forward writes parameters itself, which its parts would do several times"
 
 
@@ -68,6 +69,8 @@ class SplitProof:
         try:
             with self._without_statistics(), writes:
                 weighing, refusal = self._proven(some, cut, examples)
+            if not refusal and self._snapshot.has_drawn():
+                refusal = _DRAWN
             return weighing, _WRITTEN if writes.has_written else refusal
         except Exception as error:  # the user's own code may raise anything for a part
             return Weighing.EXAMPLES, f"a part of it fails: {type(error).__name__}: {error}"[:300]
@@ -132,7 +135,8 @@ class SplitProof:
         self, batch: Any, examples: int, *, disturbed: bool
     ) -> tuple[WeightedLoss, list[Tensor]]:
         """Return the loss, and what its operators divide by."""
-        with LossWeights(examples, disturbed=disturbed) as operators:
+        names = parameter_names(self._model)
+        with LossWeights(examples, disturbed=disturbed, names=names) as operators:
             loss = read_loss(self._loss_fn(self._model, batch), examples)
         self.functions |= operators.functions
         return loss, operators.divisors

@@ -156,6 +156,10 @@ class PythonState:
         found += [each for each in self._generators if each.is_used()]
         return found + [each for each in self._contents if _has_other_entries(each)]
 
+    def has_drawn(self) -> bool:
+        """True if a generator among what was found was drawn from since."""
+        return any(each.is_used() for each in self._generators)
+
     def restore_generators(self) -> None:
         """Set generators to their states."""
         for each in self._generators:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from daf.core.errors import BudgetError
+from daf.core.errors import BudgetError, OtherPathError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
 from daf.memory.keeper import Keeper
@@ -25,6 +25,7 @@ from daf.session.plan_selector import PlanSelector
 from daf.session.resumable import Resumable
 from daf.session.step_profiles import AHEAD, ProfileGrowth, StepProfiles
 from daf.step.context import BatchInfo, StepContext
+from daf.step.loss_weights import PARAMETER
 from daf.step.splitting import NOT_PROVEN
 
 # PyTorch's kernels of another plan stay in the process for good: 4 MB over budget were seen. A
@@ -220,7 +221,7 @@ class PlanController(Resumable):
         self.selector.forget()
         return self._adopt(self.prepare(context))
 
-    def prove_again(self, context: StepContext, plan: Plan, reason: str) -> Plan:
+    def prove_again(self, context: StepContext, plan: Plan, found: OtherPathError) -> Plan:
         """Return ``plan`` if this step's functions are proven too, else one that cuts nothing.
 
         Raises:
@@ -228,14 +229,16 @@ class PlanController(Resumable):
         """
         known = context.choice
         if self.proven_again_at == context.index:
-            return self.stop_splitting(context, reason)
+            return self.stop_splitting(context, str(found))
         self.proven_again_at = context.index
         context.choose(replace(known, refusal=NOT_PROVEN), is_final=False)
         with self.keeper.unbounded():
             self.step_profiles.prove_cut(context, self.budget_bytes)
         if context.choice.refusal:
             return self.stop_splitting(context, context.choice.refusal)
-        seen = known.functions | context.choice.functions
+        # Other examples may be routed through other parameters; what runs there is the same.
+        routed = {name for name in found.unknown if name.startswith(PARAMETER)}
+        seen = known.functions | context.choice.functions | routed
         context.choose(replace(context.choice, functions=seen))
         return plan
 

@@ -81,7 +81,7 @@ class StepRetries:
             self._clear_away(snapshot)
             snapshot.check_parameters()
             if isinstance(found, OtherPathError):
-                plan = self.plan_controller.prove_again(context, plan, str(found))
+                plan = self.plan_controller.prove_again(context, plan, found)
                 continue
             if isinstance(found, SplitError):
                 plan = self.plan_controller.stop_splitting(context, str(found))

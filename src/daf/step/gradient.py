@@ -22,7 +22,7 @@ from daf.step.context import StepContext
 from daf.step.dry_run import dry_run
 from daf.step.gradient_release import GradientRelease
 from daf.step.loss_scale import ScaleWatch
-from daf.step.loss_weights import LossWeights, PartWeights
+from daf.step.loss_weights import LossWeights, PartWeights, parameter_names
 from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
 from daf.step.nonfinite import first_nonfinite
 from daf.step.splitting import SplitChoice
@@ -174,7 +174,8 @@ class GradientStep:
         It is weighed as ``weights`` says; None: the whole batch is one part.
         """
         capture = self._capture.step(policy, context.seed, context.index, micro_index, batch=part)
-        operators, scaling = LossWeights(), ScaleWatch()
+        names = parameter_names(self._model) if weights else {}
+        operators, scaling = LossWeights(names=names), ScaleWatch()
         with capture, self.release.watching(), operators if weights else nullcontext(), scaling:
             result = context.loss_fn(self._model, part)
         if weights is not None:
@@ -224,5 +225,5 @@ def _refuse_other_path(unknown: set[str], choice: SplitChoice) -> None:
     """
     if unknown and choice.functions:
         raise OtherPathError(
-            f"a part calls {', '.join(sorted(unknown))}, which its proof did not see"
+            f"a part calls {', '.join(sorted(unknown))}, which its proof did not see", unknown
         )

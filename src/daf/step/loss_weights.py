@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from daf.core.errors import SplitError
 from daf.step.microbatch import WeightedLoss
 from daf.torch_compat.autograd_graph import without_torch_function
+
+PARAMETER = "parameter "
 
 
 class Weighing(StrEnum):
@@ -61,12 +64,20 @@ class _Call(NamedTuple):
 class LossWeights(TorchFunctionMode):
     """Notes what every mean-reducing loss operator inside divides by, and which functions run.
 
+    ``names``: of parameters, by identity; those that run with a function are noted too.
     ``disturbed``: first ignore half of the first example's labels, of ``examples``: a proof with
     these labels shows what the loss is a mean over, where no label happens to be ignored.
     """
 
-    def __init__(self, examples: int = 1, *, disturbed: bool = False) -> None:
+    def __init__(
+        self,
+        examples: int = 1,
+        *,
+        disturbed: bool = False,
+        names: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
+        self._names = names
         self.divisors: list[Tensor] = []
         self.functions: set[str] = set()  # whose results have gradients
         self._examples = examples
@@ -83,6 +94,7 @@ class LossWeights(TorchFunctionMode):
         found = self._called(func, args, kwargs or {})
         if _is_differentiable(found):
             self.functions.add(getattr(func, "__name__", ""))
+            self.functions |= {self._names[id(each)] for each in args if id(each) in self._names}
         return found
 
     def _called(
@@ -113,6 +125,11 @@ class LossWeights(TorchFunctionMode):
         changed = target.clone()
         changed.view(-1)[: max(1, rows // 2)] = call.ignore_index
         return changed
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Return how ``LossWeights`` calls each parameter, by identity."""
+    return {id(each): PARAMETER + name for name, each in model.named_parameters()}
 
 
 def _is_differentiable(found: Any) -> bool:

@@ -59,6 +59,10 @@ class StateSnapshot:
                 if value is not None and value.shape == buffer.shape:
                     buffer.copy_(value)
 
+    def has_drawn(self) -> bool:
+        """True if somebody drew from a generator of its own since."""
+        return self._attributes.has_drawn() or self._elsewhere.has_drawn()
+
     def restore_random(self) -> None:
         """Restore the random states."""
         torch.set_rng_state(self._torch)
