@@ -17,6 +17,7 @@ from daf_bench import main_job
 from daf_bench.accuracy import jobs
 from daf_bench.accuracy import run as accuracy_bench
 from daf_bench.accuracy.plot import draw_curves
+from daf_bench.cli_conformance import conformance_command
 from daf_bench.cli_output import (
     ImagesOption,
     JsonOption,
@@ -57,6 +58,7 @@ from daf_bench.workloads import named_workloads
 app = typer.Typer(help="Measure DAF against what a user would pick instead.", rich_markup_mode=None)
 
 app.command("peers")(peers_command)
+app.command("conformance")(conformance_command)
 
 
 @app.callback()

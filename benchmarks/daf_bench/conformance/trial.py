@@ -1,0 +1,336 @@
+"""Judges a case: trains it every way, and holds each against plain's training."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import daf
+from daf_bench.conformance import ways
+from daf_bench.conformance.case import Case, NotApplicableError, Work, built, seed_all
+from daf_bench.conformance.compare import (
+    MOST_NOISE,
+    NOISE_FACTOR,
+    TOLERANCE,
+    Trace,
+    Verdict,
+    compared,
+    distance,
+    gradients_of,
+    length,
+)
+
+Row = dict[str, Any]
+LEVERS = ("split", "replay", "fused", "coded")
+CODED_SEEDS = 8
+EXPECTED_SEEDS = 12
+# Ways that change no rounding: plain's bits, where plain repeats its own.
+_BITWISE = ("exact", "replay", "compress exact")
+# Beyond this share of its square the mean of eight coded gradients is told as far.
+FAR = 0.25
+# Steps are small beside the parameters, so that rounding does not grow into another path.
+RATE_SHARE, MOST_RATE = 1e-3, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """What plain training of a case is like; ``is_random``: another seed, another gradient."""
+
+    case: Case
+    seed: int
+    rate: float
+    plain: Trace
+    is_repeatable: bool
+    spread: float
+    is_random: bool
+    draws: bool
+    plain_ms: float
+    known: dict[str, Any] = field(default_factory=dict)  # what its first session measured
+
+    def fresh(self, *, quiet: bool = False) -> Work:
+        """Return a fresh copy, as plain trained it; ``quiet``: without dropout."""
+        work = built(self.case, self.seed)
+        if quiet:
+            silence(work.model)
+        seed_all(self.seed)
+        return work
+
+
+def try_case(case: Case, seed: int) -> Row:
+    """Return the case's row: how every way ended, which levers acted, what differed."""
+    row: Row = {"case": case.name, "group": case.group}
+    if case.deferred:
+        return row | {"outcome": "deferred", "reason": case.deferred}
+    try:
+        judge = _judge(case, seed)
+    except NotApplicableError as error:
+        return row | {"outcome": "skipped", "reason": str(error)}
+    row |= {"outcome": "tried", "random": judge.is_random, "repeats": judge.is_repeatable}
+    wanted = {"exact": WAYS["exact"], "tight": _tightly} if case.is_sizable else WAYS
+    row["ways"] = {name: _tried(judge, name, train) for name, train in wanted.items()}
+    row |= {"plain_ms": judge.plain_ms, "examples": ways.examples_in(judge.fresh().batch)}
+    return row
+
+
+def _judge(case: Case, seed: int) -> Judge:
+    """Train plainly, twice and with another seed.
+
+    Raises:
+        NotApplicableError: plain PyTorch does not train it.
+    """
+    try:
+        rate = _rate(built(case, seed), seed)
+        traces = []
+        start_s = time.perf_counter()
+        for each in (seed, seed, seed + 1):
+            work = built(case, seed)
+            seed_all(each)
+            work.reset()
+            before = ways.random_state()
+            traces.append(ways.train_plain(work, rate))
+            draws = ways.random_state() != before
+        taken_ms = 1000 * (time.perf_counter() - start_s)
+    except NotApplicableError:
+        raise
+    except Exception as error:
+        words = f"plain does not train: {type(error).__name__}: {error!s:.200}"
+        raise NotApplicableError(words) from error
+    first = traces[0]
+    if not all(math.isfinite(step.loss) for trace in traces for step in trace.steps):
+        raise NotApplicableError("plain's loss is not finite")
+    again = compared(first, traces[1], 0.0, with_random=True)
+    other = compared(first, traces[2], 0.0, with_random=False)
+    step_ms = taken_ms / (3 * len(first.steps))
+    spread = again.difference
+    return Judge(
+        case, seed, rate, first, again.is_bitwise, spread, not other.is_bitwise, draws, step_ms
+    )
+
+
+def _rate(work: Work, seed: int) -> float:
+    """Return a learning rate whose first step moves parameters by a thousandth."""
+    seed_all(seed)
+    work.reset()
+    work.before(0)
+    ways.gradient_by_hand(work, work.batch_of(0))
+    gradient = math.hypot(*map(length, gradients_of(work).values()))
+    if not any(each is not None for each in gradients_of(work).values()):
+        raise NotApplicableError("no parameter has a gradient")
+    weights = math.hypot(*(length(each) for each in work.model.parameters()))
+    if not 0.0 < gradient < math.inf:
+        return 0.01
+    return min(MOST_RATE, RATE_SHARE * weights / gradient)
+
+
+def _tried(judge: Judge, name: str, train: Callable[[Judge], ways.Outcome]) -> Row:
+    """Return how one way ended: not offered, raised, or right or wrong."""
+    try:
+        outcome = train(judge)
+    except Exception as error:
+        words = f"{type(error).__name__}: {error!s:.300}"
+        allowed = type(error).__name__ in judge.case.right_errors
+        return {"outcome": "caught" if allowed else "raised", "words": words, "at": _place(error)}
+    found: Row = {"acted": sorted(outcome.acted), **_notable(outcome.told)}
+    if outcome.trace is None:
+        return found | {"outcome": "not offered"}
+    if name.startswith("coded"):
+        coded = _coded_outcome(judge, outcome.trace)
+        is_first = coded["outcome"] == "right" and name == "coded compress"
+        return found | coded | (_mean_of_codes(judge) if is_first else {})
+    verdict = _verdict(judge, name, outcome)
+    if verdict is None:
+        return found | {"outcome": "not judged"}
+    found |= {"outcome": "right" if verdict.is_right else "wrong", "apart": verdict.difference}
+    if name in _BITWISE and judge.is_repeatable:
+        found["bitwise"] = verdict.is_bitwise
+    return found | ({} if verdict.is_right else {"words": verdict.where})
+
+
+def _place(error: BaseException) -> str:
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        place = f"{code.co_filename.rpartition('/')[2]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def _notable(told: Row) -> Row:
+    return {name: value for name, value in told.items() if value not in (None, "", 0, [])}
+
+
+def _verdict(judge: Judge, name: str, outcome: ways.Outcome) -> Verdict | None:
+    """Hold a way's trace against plain's; None where chance leaves nothing to hold it against."""
+    assert outcome.trace is not None
+    is_split = "split" in outcome.acted
+    plain, is_random = judge.plain, judge.is_random
+    if is_split and is_random:
+        found = _without_dropout(judge, name)
+        return _expected(judge, name) if found is None else found
+    if is_random and not judge.is_repeatable and judge.spread > MOST_NOISE:
+        return None
+    tolerance = TOLERANCE[judge.fresh().precision]
+    with_random = not (is_split and judge.draws)
+    noise = min(MOST_NOISE, NOISE_FACTOR * judge.spread)
+    found = compared(plain, outcome.trace, tolerance, with_random=with_random, noise=noise)
+    if found.is_right or math.isinf(found.difference):
+        return found
+    noise += min(MOST_NOISE, NOISE_FACTOR * _rounding_noise(judge))
+    return compared(plain, outcome.trace, tolerance, with_random=with_random, noise=noise)
+
+
+def _rounding_noise(judge: Judge) -> float:
+    """Return how far plain moves when every parameter moves by about its last place."""
+    worst = 0.0
+    for seed in (1, 2):
+        work = judge.fresh()
+        noise = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for each in work.model.parameters():
+                if each.is_floating_point():
+                    signs = torch.randint(0, 2, each.shape, generator=noise) * 2 - 1
+                    each.mul_(1 + torch.finfo(each.dtype).eps * signs.to(each.dtype))
+        seed_all(judge.seed)
+        work.reset()
+        moved = ways.train_plain(work, judge.rate)
+        worst = max(worst, compared(judge.plain, moved, 0.0, with_random=False).difference)
+    return worst
+
+
+def _without_dropout(judge: Judge, name: str) -> Verdict | None:
+    """Judge a split way of the model with dropout off; None if it is random even so."""
+    traces = []
+    for seed in (judge.seed, judge.seed + 1):
+        work = judge.fresh(quiet=True)
+        seed_all(seed)
+        work.reset()
+        traces.append(ways.train_plain(work, judge.rate))
+    if not compared(*traces, 0.0, with_random=False).is_bitwise:
+        return None
+    force = FORCED[name]
+    quiet = judge.fresh(quiet=True)
+    outcome = ways.train_in_session(quiet, judge.rate, force, judge.seed, judge.known)
+    if outcome.trace is None:
+        return None
+    tolerance = TOLERANCE[judge.fresh().precision]
+    return compared(traces[0], outcome.trace, tolerance, with_random=False)
+
+
+def _expected(judge: Judge, name: str) -> Verdict:
+    """Hold the mean first gradient over seeds against plain's mean, within four deviations."""
+    sums = [_mean_gradient(judge, None), _mean_gradient(judge, FORCED[name])]
+    (plain, plain_noise), (other, other_noise) = sums
+    apart = math.hypot(*(distance(plain[key], other[key]) for key in plain))
+    whole = math.hypot(*map(length, plain.values()))
+    allowed = 4 * math.hypot(plain_noise, other_noise) + MOST_NOISE * whole
+    where = f"mean gradient over {EXPECTED_SEEDS} seeds: {apart:.3g} apart"
+    return Verdict(apart <= allowed, False, apart / whole if whole else apart, where)
+
+
+def _mean_gradient(judge: Judge, force: ways.Force | None) -> tuple[dict[str, Tensor], float]:
+    """Return the mean gradient over seeds, and the deviation of that mean."""
+    found: list[dict[str, Tensor]] = []
+    for seed in range(EXPECTED_SEEDS):
+        work = judge.fresh()
+        seed_all(seed)
+        if force is None:
+            steps = ways.train_plain(work, 0.0, 1).steps
+        else:
+            trace = ways.train_in_session(work, 0.0, force, seed, judge.known, 1).trace
+            steps = () if trace is None else trace.steps
+        found.append({k: v for k, v in steps[0].gradients.items() if v is not None})
+    zeros = {key: torch.zeros_like(value) for each in found for key, value in each.items()}
+    found = [zeros | each for each in found]  # what a seed left out has no gradient
+    mean = {key: torch.stack([each[key] for each in found]).mean(0) for key in found[0]}
+    squares = sum(distance(each[key], mean[key]) ** 2 for each in found for key in mean)
+    return mean, math.sqrt(squares / (EXPECTED_SEEDS * (EXPECTED_SEEDS - 1)))
+
+
+def _coded_outcome(judge: Judge, trace: Trace) -> Row:
+    """Coded steps: finite where plain's are, of its shapes, and near it on average."""
+    for plain, coded in zip(judge.plain.steps, trace.steps, strict=True):
+        for name, gradient in plain.gradients.items():
+            other = coded.gradients.get(name)
+            if (gradient is None) != (other is None):
+                return {"outcome": "wrong", "words": f"{name!r} has a gradient in one way only"}
+            if gradient is None or other is None:
+                continue
+            if gradient.shape != other.shape or gradient.dtype != other.dtype:
+                return {"outcome": "wrong", "words": f"{name!r} of another shape or type"}
+            if gradient.isfinite().all() and not other.isfinite().all():
+                return {"outcome": "not finite", "words": f"{name!r} is not finite"}
+    return {"outcome": "right"}
+
+
+def _mean_of_codes(judge: Judge) -> Row:
+    """Return the squared error of one coded gradient, and of the mean over seeds (2 bits)."""
+    exact: dict[str, Tensor] = {
+        name: each for name, each in judge.plain.steps[0].gradients.items() if each is not None
+    }
+    whole = sum(length(each) ** 2 for each in exact.values())
+    mean = {name: torch.zeros_like(each) for name, each in exact.items()}
+    single = 0.0
+    for seed in range(CODED_SEEDS):
+        work = judge.fresh()
+        work.reset()
+        work.before(0)
+        ways.gradient_by_hand(work, work.batch_of(0), daf.compress(work.model, bits=2, seed=seed))
+        coded = {name: each for name, each in gradients_of(work).items() if each is not None}
+        single += sum(distance(exact[n], coded[n]) ** 2 for n in exact) / CODED_SEEDS
+        for name in mean:
+            mean[name] += coded[name] / CODED_SEEDS
+    left = sum(distance(exact[n], mean[n]) ** 2 for n in exact)
+    if not whole:
+        return {}
+    is_far = left > max(FAR * whole, single / 2)
+    return {"noise": single / whole, "mean_error": left / whole, "far": is_far}
+
+
+def silence(model: nn.Module) -> None:
+    """Turn dropout off, also where a module reads its share from a number of its own."""
+    for part in model.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        for name, value in list(vars(part).items()):
+            if ("drop" in name or "layerdrop" in name) and isinstance(value, float):
+                setattr(part, name, 0.0)
+
+
+FORCED: dict[str, ways.Force] = {
+    "exact": ways.force_exact,
+    "split": ways.force_split,
+    "replay": ways.force_replay,
+    "fused": ways.force_fused,
+    "every": ways.force_every,
+    "coded session": ways.force_codes,
+}
+
+
+def _in_session(force: ways.Force, judge: Judge) -> ways.Outcome:
+    work = judge.fresh()
+    return ways.train_in_session(work, judge.rate, force, judge.seed, judge.known)
+
+
+def _tightly(judge: Judge) -> ways.Outcome:
+    return ways.train_tightly(judge.fresh, judge.rate, judge.seed)
+
+
+def _compressed(options: dict[str, Any], judge: Judge) -> ways.Outcome:
+    work = judge.fresh()
+    work.reset()
+    return ways.train_compressed(work, judge.rate, **options)
+
+
+WAYS: dict[str, Callable[[Judge], ways.Outcome]] = {
+    **{name: partial(_in_session, force) for name, force in FORCED.items()},
+    "compress exact": partial(_compressed, {"bits": "exact"}),
+    "compress fused": partial(_compressed, {"bits": "exact", "fused": True, "chunked": True}),
+    "coded compress": partial(_compressed, {"bits": 2}),
+}

@@ -1,0 +1,354 @@
+"""Trains a case one way: plain, in a session whose plan forces a lever, or under ``compress``.
+
+Every way takes ``QUIET_STEPS`` at a learning rate of 0, then ``LOUD_STEPS`` at a small one. A
+session is given room to spare and ``tolerance=0``. The first one of a case profiles and proves; only
+what its profile offers is forced, by a plan made by hand, since no budget is small enough to force a
+tiny model. Sizable ones also train within a tight budget, under plans of their own.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+import daf
+from daf.core.plan import Plan
+from daf.core.policy import Policy, coded_policy, exact_policy, plain_policy, with_fused_operators
+from daf.core.profile import CallProfile, Profile
+from daf.memory import process_memory
+from daf.planning import planner
+from daf.session.session import Session
+from daf.step.microbatch import batch_size
+from daf_bench.conformance.case import Work, seed_all
+from daf_bench.conformance.compare import Step, Trace, gradients_of
+
+QUIET_STEPS = 3
+LOUD_STEPS = 2
+ROOM_BYTES = 2 * 10**9
+# A tight budget: between the least and the one that keeps everything, with what two sessions of one
+# process differ in.
+TIGHT_SHARE, SPARE_BYTES = 0.2, 16 * 2**20
+_CODES = frozenset({"rotated", "minmax", "derivative"})
+
+
+@dataclass(eq=False)
+class Outcome:
+    """A way's trace (None: not offered), the levers that acted, and what a session told."""
+
+    trace: Trace | None
+    acted: set[str] = field(default_factory=set)
+    told: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """What a session's profile allows for a batch of ``examples``."""
+
+    examples: int
+    split_refusal: str
+    replayable: tuple[str, ...]
+    outermost: tuple[str, ...]
+    fusion_refusal: str
+
+    @staticmethod
+    def of(session: Session, batch: Any, fusion_refusal: str) -> Offers:
+        """Read them after ``prepare``."""
+        profile = session.profile
+        assert profile is not None
+        modules = replayable_modules(profile)
+        return Offers(
+            examples_in(batch),
+            split_refusal(session),
+            tuple(sorted(modules)),
+            tuple(sorted(_outermost(modules))),
+            fusion_refusal,
+        )
+
+
+# Returns the plan of a step, or None where the profile does not offer it.
+Force = Callable[[Offers, int], Plan | None]
+
+
+def examples_in(batch: Any) -> int:
+    """Return the first dimension of the batch's first tensor; 1 where there is none."""
+    try:
+        return batch_size(batch)
+    except daf.DafError:
+        return 1
+
+
+def split_refusal(session: Session) -> str:
+    """Return why a session cuts no batch, or ""."""
+    return "" if session.profile is None else session.profile.split_refusal
+
+
+def replayable_modules(profile: Profile) -> set[str]:
+    """Return the modules that a plan may replay: as ``planning.replays`` finds them."""
+    calls: dict[str, list[int]] = {}
+    for index, call in enumerate(profile.calls):
+        calls.setdefault(call.module, []).append(index)
+    saving = {saving.call for saving in profile.savings}
+    return {
+        module
+        for module, own in calls.items()
+        if all(profile.calls[call].replayable for call in own)
+        and any(profile.calls[call].parent >= 0 for call in own)
+        and not any(_callers(profile.calls, call) & set(own) for call in own)
+        and any(_callers(profile.calls, each) & set(own) or each in own for each in saving)
+    }
+
+
+def _callers(calls: tuple[CallProfile, ...], call: int) -> set[int]:
+    found: set[int] = set()
+    while call >= 0 and (call := calls[call].parent) >= 0:
+        found.add(call)
+    return found
+
+
+def _outermost(modules: Collection[str]) -> Iterable[str]:
+    for name in modules:
+        parts = name.split(".")
+        if not any(".".join(parts[:end]) in modules for end in range(1, len(parts))):
+            yield name
+
+
+def _plan(policy: Policy, micro_batch: int) -> Plan:
+    return Plan(policy, micro_batch, 0, return_freed_blocks=False, reason="made by hand")
+
+
+def force_exact(offers: Offers, _step: int) -> Plan:
+    """Exact treatments at every site, the batch whole."""
+    return _plan(exact_policy(), offers.examples)
+
+
+def force_split(offers: Offers, step: int) -> Plan | None:
+    """Single examples while the learning rate is 0, then parts of which the last is shorter."""
+    if offers.split_refusal or offers.examples < 2:
+        return None
+    uneven = max(1, 3 * offers.examples // 4)
+    return _plan(plain_policy(), 1 if step < QUIET_STEPS else uneven)
+
+
+def force_replay(offers: Offers, step: int) -> Plan | None:
+    """Every module that is offered, nested ones too, then the outermost ones alone."""
+    modules = offers.replayable if step < QUIET_STEPS else offers.outermost
+    if not modules:
+        return None
+    return _plan(
+        replace(plain_policy(), name="replay", replayed=frozenset(modules)), offers.examples
+    )
+
+
+def force_fused(offers: Offers, _step: int) -> Plan | None:
+    """Fused and chunked operators wherever the session finds that they may be."""
+    if offers.fusion_refusal:
+        return None
+    return _plan(with_fused_operators(exact_policy()), offers.examples)
+
+
+def force_every(offers: Offers, step: int) -> Plan | None:
+    """Exact treatments, parts and replay in one plan."""
+    split, replay = force_split(offers, step), force_replay(offers, step)
+    if split is None or replay is None:
+        return None
+    return _plan(replace(exact_policy(), replayed=replay.policy.replayed), split.micro_batch)
+
+
+def force_codes(offers: Offers, _step: int) -> Plan:
+    """Four bits wherever a code is sound, the batch whole."""
+    return _plan(coded_policy(4), offers.examples)
+
+
+@dataclass(eq=False)
+class _Recorder:
+    """Takes down a way's steps."""
+
+    work: Work
+    steps: list[Step] = field(default_factory=list)
+
+    def note(self, loss: float) -> None:
+        buffers = {name: each.detach().clone() for name, each in self.work.model.named_buffers()}
+        self.steps.append(Step(loss, gradients_of(self.work), buffers, random_state()))
+
+    def trace(self) -> Trace:
+        parameters = {n: p.detach().clone() for n, p in self.work.model.named_parameters()}
+        carried = _pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self.work.carried())
+        return Trace(tuple(self.steps), parameters, carried)
+
+
+def random_state() -> tuple[int, ...]:
+    """Return digests of the states of torch's, Python's and NumPy's generators."""
+    numbers = np.random.get_state(legacy=True)
+    return (
+        hash(torch.get_rng_state().numpy().tobytes()),
+        hash(random.getstate()),
+        hash((numbers[1].tobytes(), numbers[2])),  # type: ignore[union-attr]
+    )
+
+
+def _begin_step(work: Work, optimizer: torch.optim.Optimizer, step: int, rate: float) -> Any:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0 if step < QUIET_STEPS else rate
+    work.before(step)
+    return work.batch_of(step)
+
+
+def train_plain(work: Work, rate: float, steps: int = QUIET_STEPS + LOUD_STEPS) -> Trace:
+    """Train as a loop of one's own does."""
+    return _train_by_hand(work, rate, steps, None).trace()
+
+
+def train_compressed(work: Work, rate: float, **options: Any) -> Outcome:
+    """Train a loop of one's own under ``daf.compress(model, **options)``."""
+    compress = daf.compress(work.model, **options)
+    recorder = _train_by_hand(work, rate, QUIET_STEPS + LOUD_STEPS, compress)
+    rows = [site.as_dict() for site in compress.sites()]
+    acted = _acted_at(rows)
+    if any(fusion.pattern for fusion in compress.fusions()):
+        acted.add("fused")
+    return Outcome(recorder.trace(), acted)
+
+
+def _train_by_hand(work: Work, rate: float, steps: int, compress: Any) -> _Recorder:
+    optimizer, recorder = work.make_optimizer(rate), _Recorder(work)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        batch = _begin_step(work, optimizer, step, rate)
+        recorder.note(gradient_by_hand(work, batch, compress))
+        optimizer.step()
+    return recorder
+
+
+def gradient_by_hand(work: Work, batch: Any, compress: Any = None) -> float:
+    """Leave the gradient of the mean loss in the parameters; return that loss."""
+    if compress is None:
+        loss = _mean(work.loss(work.model, batch))
+    else:
+        with compress:
+            loss = _mean(work.loss(work.model, batch))
+    loss.backward()
+    return float(loss.detach())
+
+
+def _mean(result: Any) -> Tensor:
+    return result[0] / result[1] if isinstance(result, tuple) else result
+
+
+def train_in_session(
+    work: Work,
+    rate: float,
+    force: Force,
+    seed: int,
+    known: dict[str, Any],
+    steps: int = QUIET_STEPS + LOUD_STEPS,
+) -> Outcome:
+    """Train in a session under the plans that ``force`` makes of what the profile offers.
+
+    ``known``: receives what the first session of a case measured and proved; others go on with it.
+    """
+    optimizer, recorder = work.make_optimizer(rate), _Recorder(work)
+    budget = process_memory.resident_bytes() + ROOM_BYTES
+    with daf.Session(work.model, optimizer, budget, tolerance=0) as session:
+        if known:
+            told = _gone_on(session, known)
+        else:
+            told = _prepared(session, work)
+            known |= {"state": session.state_dict(), "fusion": told["fusion"]}
+        seed_all(seed)  # the seed of every way's first step
+        work.reset()
+        acted: set[str] = set()
+        offers = Offers.of(session, work.batch, known["fusion"])
+        told |= {"split_refusal": offers.split_refusal, "replayable": len(offers.replayable)}
+        if force(offers, 0) is None:
+            return Outcome(None, acted, told)
+        for step in range(steps):
+            batch = _begin_step(work, optimizer, step, rate)
+            plan = force(Offers.of(session, batch, known["fusion"]), step)
+            if plan is None:
+                return Outcome(None, set(), told)
+            session.plan = plan
+            report = session.step(batch, work.loss)
+            recorder.note(report.loss)
+            acted |= _acted_in(session, report, batch)
+            told["overrun_bytes"] = max(told.get("overrun_bytes", 0), report.overrun_bytes)
+        told["above_bytes"] = max(0, session.peak_bytes - budget)
+    return Outcome(recorder.trace(), acted, told)
+
+
+def train_tightly(fresh: Callable[[], Work], rate: float, seed: int) -> Outcome:
+    """Train within a budget near the least one, under whatever plans the session makes."""
+    work = fresh()
+    roomy = process_memory.resident_bytes() + ROOM_BYTES
+    with daf.Session(work.model, work.make_optimizer(rate), roomy, tolerance=0) as session:
+        session.prepare(work.batch, work.loss)
+        profile, least = session.profile, session.least_feasible_bytes()
+    assert profile is not None
+    assert least is not None
+    del session, work
+    gc.collect()
+    kept = planner.kept_peak_bytes(profile)
+    room = least - profile.floor_bytes + int(TIGHT_SHARE * max(0, kept - least)) + SPARE_BYTES
+    work = fresh()
+    optimizer, recorder, acted = work.make_optimizer(rate), _Recorder(work), set[str]()
+    budget = process_memory.resident_bytes() + room
+    with daf.Session(work.model, optimizer, budget, tolerance=0) as session:
+        session.prepare(work.batch, work.loss)
+        seed_all(seed)
+        work.reset()
+        for step in range(QUIET_STEPS + LOUD_STEPS):
+            batch = _begin_step(work, optimizer, step, rate)
+            report = session.step(batch, work.loss)
+            recorder.note(report.loss)
+            acted |= _acted_in(session, report, batch)
+        above = max(0, session.peak_bytes - budget)
+    return Outcome(recorder.trace(), acted, {"above_bytes": above})
+
+
+def _prepared(session: Session, work: Work) -> dict[str, Any]:
+    """Profile; tell what ``prepare`` changed although it must change nothing."""
+    before, random_before = _state(work), random_state()
+    session.prepare(work.batch, work.loss)
+    changed = [
+        name for name, tensor in _state(work).items() if not torch.equal(tensor, before[name])
+    ]
+    if random_state() != random_before:
+        changed.append("random state")
+    proof_ms = getattr(session, "proof_ms", None)
+    fusion = session.fusion_refusal
+    return {"prepare_changed": changed, "proof_ms": proof_ms, "fusion": fusion}
+
+
+def _gone_on(session: Session, known: dict[str, Any]) -> dict[str, Any]:
+    """Go on with what another session measured of the same case."""
+    session.load_state_dict(known["state"])
+    return {"fusion": known["fusion"]}
+
+
+def _state(work: Work) -> dict[str, Tensor]:
+    named = [*work.model.named_parameters(), *work.model.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named if not tensor.isnan().any()}
+
+
+def _acted_in(session: Session, report: daf.StepReport, batch: Any) -> set[str]:
+    acted = _acted_at(site.as_dict() for site in session._capture.sites())
+    if report.micro_batch < examples_in(batch) and not split_refusal(session):
+        acted.add("split")
+    if any(fusion.pattern for fusion in session._capture.fusions()):
+        acted.add("fused")
+    if session._capture.replays:
+        acted.add("replay")
+    return acted
+
+
+def _acted_at(rows: Iterable[dict[str, Any]]) -> set[str]:
+    methods = {row["method"] for row in rows if row["plain_bytes"]}
+    acted = {"coded"} if methods & _CODES else set()
+    return acted | ({"exact"} if methods & {"mask", "pack", "drop"} else set())
