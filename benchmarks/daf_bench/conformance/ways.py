@@ -1,9 +1,9 @@
 """Trains a case one way: plain, in a session whose plan forces a lever, or under ``compress``.
 
 Every way takes ``QUIET_STEPS`` at a learning rate of 0, then ``LOUD_STEPS`` at a small one. A
-session is given room to spare and ``tolerance=0``. The first one of a case profiles and proves; only
-what its profile offers is forced, by a plan made by hand, since no budget is small enough to force a
-tiny model. Sizable ones also train within a tight budget, under plans of their own.
+session is given room to spare and ``tolerance=0``. The first one of a case profiles and proves;
+only what its profile offers is forced, by a plan made by hand, since no budget is small enough to
+force a tiny model. Sizable ones also train within a tight budget, under plans of their own.
 """
 
 from __future__ import annotations
