@@ -76,3 +76,30 @@ def test_a_step_that_is_tried_again_holds_no_tensors() -> None:
     assert model.draws() == expected
     assert model.calls == 1
     assert len(model.seen) == 3
+
+
+class Collecting(nn.Module):
+    """Registers a hook in its first pass, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.is_hooked = nn.Linear(4, 4), False
+        self.layer.register_forward_hook(lambda *_: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        if not self.is_hooked:
+            self.layer.register_forward_hook(lambda _module, _inputs, out: self.found.append(out))
+            self.is_hooked = True
+        self.found = found
+        self.layer(self.layer(x))
+        return torch.cat(self.found)
+
+
+def test_hooks_that_forward_registers_are_not_there_twice_after_measuring() -> None:
+    model, x = Collecting(), torch.randn(3, 4)
+    with preserved_state(model):
+        assert len(model(x)) == 6
+    assert not model.is_hooked
+    assert len(model.layer._forward_hooks) == 1
+    assert len(model(x)) == 6

@@ -37,6 +37,7 @@ class StateSnapshot:
         self._elsewhere = state_elsewhere(model, loss_fn, holds_tensors=holds_tensors)
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._attributes = PythonState(model, holds_tensors=holds_tensors)
+        self._hooks = {id(hooks): {*hooks} for hooks in _hooks_of(model) if hooks}
         self._tensors = [
             (each, each._version, each.detach().clone()) for each in self._attributes.tensors()
         ]
@@ -50,6 +51,7 @@ class StateSnapshot:
         self.restore_random()
         self._attributes.put_back()
         self._elsewhere.put_back()
+        self._remove_later_hooks()
         with torch.no_grad():
             for tensor, version, copy in self._tensors:
                 if tensor._version != version:
@@ -58,6 +60,16 @@ class StateSnapshot:
                 value = self._buffers.get(name)
                 if value is not None and value.shape == buffer.shape:
                     buffer.copy_(value)
+
+    def _remove_later_hooks(self) -> None:
+        """Remove hooks that forward itself has registered since, as attributes may say it has not.
+
+        Models of transformers register those that collect outputs in their first pass.
+        """
+        for hooks in _hooks_of(self._model):
+            for key in hooks.keys() - self._hooks.get(id(hooks), set()):
+                if not _is_ours(hooks[key]):
+                    del hooks[key]
 
     def has_drawn(self) -> bool:
         """True if somebody drew from a generator of its own since."""
@@ -71,6 +83,17 @@ class StateSnapshot:
         np.random.set_state(self._numpy)
         random.setstate(self._python)
         self._elsewhere.restore_generators()
+
+
+def _hooks_of(model: nn.Module) -> Iterator[dict[int, Any]]:
+    for part in model.modules():
+        yield part._forward_pre_hooks
+        yield part._forward_hooks
+
+
+def _is_ours(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)  # of a partial
+    return str(getattr(function, "__module__", "")).startswith("daf.")
 
 
 @contextmanager
