@@ -182,7 +182,10 @@ def _verdict(judge: Judge, name: str, outcome: ways.Outcome) -> Verdict | None:
     found = compared(plain, outcome.trace, tolerance, with_random=with_random, noise=noise)
     if found.is_right or math.isinf(found.difference):
         return found
-    noise += min(MOST_NOISE, NOISE_FACTOR * _rounding_noise(judge))
+    rounding = _rounding_noise(judge)
+    if rounding > MOST_NOISE and found.difference <= rounding:
+        return None  # one unit in the last place moves plain's own training further
+    noise += min(MOST_NOISE, NOISE_FACTOR * rounding)
     return compared(plain, outcome.trace, tolerance, with_random=with_random, noise=noise)
 
 
