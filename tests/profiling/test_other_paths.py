@@ -134,3 +134,17 @@ def test_what_draws_from_a_generator_of_its_own_is_not_cut(kind: str, budget: in
         session.prepare(images(), loss)
         assert "generator of its own" in session.split_refusal
         assert torch.equal(source.get_state(), state)
+
+
+def test_parts_of_which_only_some_take_a_branch_are_not_cut(budget: int) -> None:
+    """As the proof's batch did both, every parameter is known."""
+    model = Exiting()
+    labels = torch.randint(0, 5, (12,))
+    inside, mixed = torch.randn(12, 6) + 5.0, torch.randn(12, 6) - 5.0
+    mixed[2] += 9.0
+    with Session(model, still(model), budget, tolerance=0) as session:
+        assert in_micro_batches(session, (inside, labels), mean, 1).micro_batch == 1
+        session.optimizer.zero_grad()
+        report = session.step((mixed, labels), mean)
+        assert report.micro_batch == 12
+        assert model.second.weight.grad is None

@@ -180,6 +180,7 @@ class GradientStep:
             result = context.loss_fn(self._model, part)
         if weights is not None:
             _refuse_other_path(operators.functions - context.choice.functions, context.choice)
+            weights.note_way(operators)
         loss = read_loss(result, context.choice.cut.size(part))
         weighed = weights.weighed(loss, operators.divisors) if weights else loss
         return weighed, scaling.factor

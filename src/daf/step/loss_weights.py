@@ -80,6 +80,7 @@ class LossWeights(TorchFunctionMode):
         self._names = names
         self.divisors: list[Tensor] = []
         self.functions: set[str] = set()  # whose results have gradients
+        self.branches: list[bool] = []  # that tensors' values decided
         self._examples = examples
         self._disturbed = disturbed
 
@@ -92,6 +93,8 @@ class LossWeights(TorchFunctionMode):
     ) -> Any:
         """Run one operator; PyTorch calls this."""
         found = self._called(func, args, kwargs or {})
+        if isinstance(found, bool):
+            self.branches.append(found)
         if _is_differentiable(found):
             self.functions.add(getattr(func, "__name__", ""))
             self.functions |= {self._names[id(each)] for each in args if id(each) in self._names}
@@ -145,6 +148,14 @@ class PartWeights:
     def __init__(self, weighing: Weighing) -> None:
         self._weighing = weighing
         self._divisors: list[tuple[float, list[Tensor]]] = []
+        self._ways: set[frozenset[str]] = set()
+        self._branches: set[tuple[bool, ...]] = set()
+
+    def note_way(self, operators: LossWeights) -> None:
+        """Note which parameters a part ran with, and which branches it took."""
+        used = (each for each in operators.functions if each.startswith(PARAMETER))
+        self._ways.add(frozenset(used))
+        self._branches.add(tuple(operators.branches))
 
     def weighed(self, loss: WeightedLoss, divisors: list[Tensor]) -> WeightedLoss:
         """Return a micro-batch's loss with its weight, which is 0 if none of its labels counts."""
@@ -163,8 +174,11 @@ class PartWeights:
         """Look at the divisors of all parts, when their backward passes have been asked for.
 
         Raises:
-            SplitError: the loss operators divide by what the proof did not know.
+            SplitError: the loss operators divide by what the proof did not know, or parts took
+                branches to other parameters, of which the whole batch takes one.
         """
+        if len(self._ways) > 1 and len(self._branches) > 1:
+            raise SplitError("its parts take different ways through the model")
         first: tuple[float, ...] | None = None
         if self._weighing is Weighing.SUM:
             return
