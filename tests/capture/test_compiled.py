@@ -60,7 +60,9 @@ class Called(nn.Module):
 
 
 class Counting:
-    """A backend that runs graphs as they are, and counts them."""
+    """A backend that runs graphs as they are, and counts them; no attribute is a model's state."""
+
+    __slots__ = ("graphs",)
 
     def __init__(self) -> None:
         self.graphs = 0

@@ -70,7 +70,7 @@ def full_bytes(bits: int | str) -> int:
     model = network()
     capture = compress(model, bits)
     one_step(model, capture)
-    return pool_of(capture).peak_bytes
+    return pool_of(capture).statistics().held_peak_bytes
 
 
 def test_codes_lie_in_the_pool_and_leave_it() -> None:
@@ -121,7 +121,7 @@ def test_under_a_cap_the_step_finishes_with_fewer_planes() -> None:
         capture = compress(model, 4, pool_bytes=int(share * full))
         errors.append(squared_error(one_step(model, capture), exact))
         stats = capture.stats
-        assert 0.9 * share * full < pool_of(capture).peak_bytes <= share * full
+        assert 0.9 * share * full < pool_of(capture).statistics().held_peak_bytes <= share * full
         assert stats.evicted_bytes >= (1 - share) * full - 4096
         assert stats.evicted_planes > 0
         told = sum(report.evicted_bytes for report in capture.sites())

@@ -111,7 +111,11 @@ class PythonState:
         elif type(value) in _CONTAINERS:
             if self._is_new(value, depth):
                 self._look_into(name, value, depth)
-        elif isinstance(value, _WITHOUT_STATE) or not self._is_new(value, depth):
+        elif (
+            isinstance(value, _WITHOUT_STATE)
+            or not self._is_new(value, depth)
+            or type(value).__module__.startswith("daf.")
+        ):
             return
         elif (generator := OwnGenerator.of(value)) is not None:
             self._generators.append(generator)

@@ -222,7 +222,10 @@ def multi_head_attention(pack: Callable[..., Any], chunk_bytes: int | None) -> C
         return theirs(*arguments, **keywords)
 
     return with_globals(
-        F.multi_head_attention_forward, "multi_head_attention", scaled_dot_product_attention=attend
+        F.multi_head_attention_forward,
+        "multi_head_attention",
+        scaled_dot_product_attention=attend,
+        has_torch_function=lambda _tensors: False,  # a mode beneath would be given the original
     )
 
 
