@@ -68,7 +68,7 @@ class _LinearCall(NamedTuple):
     bias: Any = None
 
 
-class _LossCall(NamedTuple):
+class LossCall(NamedTuple):
     """The arguments of ``F.cross_entropy``, in its order."""
 
     input: Any
@@ -227,11 +227,11 @@ def _has_known_type(tensors: Sequence[Tensor]) -> bool:
     return tensors[0].dtype in _TYPES and len({each.dtype for each in tensors}) == 1
 
 
-def _loss_call(call: OperatorCall) -> _LossCall | None:
-    return call.read(_LossCall) if call.function is F.cross_entropy else None
+def _loss_call(call: OperatorCall) -> LossCall | None:
+    return call.read(LossCall) if call.function is F.cross_entropy else None
 
 
-def _loss_of(logits: Logits, call: _LossCall, *, twice: bool) -> Tensor:
+def _loss_of(logits: Logits, call: LossCall, *, twice: bool) -> Tensor:
     kind = logits.hidden.device.type
     widened = torch.is_autocast_enabled(kind)  # as autocast has it of a loss
     with torch.autocast(kind, enabled=False):

@@ -119,7 +119,9 @@ class GradientStep:
             held_by_plan=planned and not plan.release_gradients,
             adds_to_users=self.adds_to_users,
         )
-        weights = PartWeights(context.choice.weighing) if len(parts) > 1 else None
+        weights = None
+        if len(parts) > 1:
+            weights = PartWeights(context.choice.weighing, parameter_names(self._model))
         losses = _Losses(partial(self._refuse_nonfinite, context, snapshot, weights))
         reads_first = self._reads_first()
         for index, part in enumerate(parts):
@@ -174,16 +176,16 @@ class GradientStep:
         It is weighed as ``weights`` says; None: the whole batch is one part.
         """
         capture = self._capture.step(policy, context.seed, context.index, micro_index, batch=part)
-        names = parameter_names(self._model) if weights else {}
-        operators, scaling = LossWeights(names=names), ScaleWatch()
-        with capture, self.release.watching(), operators if weights else nullcontext(), scaling:
+        operators = LossWeights(names=weights.names) if weights else None
+        scaling = ScaleWatch()
+        with capture, self.release.watching(), operators or nullcontext(), scaling:
             result = context.loss_fn(self._model, part)
-        if weights is not None:
+        loss = read_loss(result, context.choice.cut.size(part))
+        if weights is not None and operators is not None:
             _refuse_other_path(operators.functions - context.choice.functions, context.choice)
             weights.note_way(operators)
-        loss = read_loss(result, context.choice.cut.size(part))
-        weighed = weights.weighed(loss, operators.divisors) if weights else loss
-        return weighed, scaling.factor
+            loss = weights.weighed(loss, operators.divisors)
+        return loss, scaling.factor
 
     def _backward(self, loss: WeightedLoss, examples: int, *, is_whole: bool) -> None:
         if is_whole:

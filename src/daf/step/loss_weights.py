@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from daf.core.errors import SplitError
+from daf.operators.linear_cross_entropy import LossCall
 from daf.step.microbatch import WeightedLoss
 from daf.torch_compat.autograd_graph import without_torch_function
 
@@ -33,32 +34,22 @@ class Weighing(StrEnum):
     SUM = "sum"
 
 
-class _Call(NamedTuple):
-    """The arguments of both operators, in their order."""
+def _takes_a_mean(call: LossCall) -> bool:
+    return call.reduction == "mean" and call.size_average is call.reduce is None
 
-    input: Any
-    target: Any
-    weight: Any = None
-    size_average: Any = None
-    ignore_index: int = -100
-    reduce: Any = None
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
 
-    @property
-    def takes_a_mean(self) -> bool:
-        return self.reduction == "mean" and self.size_average is self.reduce is None
-
-    def divisor(self) -> Tensor:
-        """Return what the operator divides its sum by (scalar), without waiting for a device."""
-        if not isinstance(self.target, Tensor):
-            return torch.zeros(())
-        if self.target.is_floating_point():  # probabilities: one row each
-            return torch.tensor(float(self.target.shape[0] if self.target.dim() > 1 else 1))
-        counts = self.target != self.ignore_index
-        if self.weight is None:
-            return counts.sum().float()
-        return torch.where(counts, self.weight.detach()[self.target * counts], 0.0).sum()
+def _divisor(call: LossCall) -> Tensor:
+    """Return what the operator divides its sum by (scalar), without waiting for a device."""
+    target = call.target
+    if not isinstance(target, Tensor):
+        return torch.zeros(())
+    if target.is_floating_point():  # probabilities: one row each
+        return torch.tensor(float(target.shape[0] if target.dim() > 1 else 1))
+    counts = target != call.ignore_index
+    if call.weight is None:
+        counted: Tensor = counts.sum().float()
+        return counted
+    return torch.where(counts, call.weight.detach()[target * counts], 0.0).sum()
 
 
 class LossWeights(TorchFunctionMode):
@@ -97,7 +88,8 @@ class LossWeights(TorchFunctionMode):
             self.branches.append(found)
         if _is_differentiable(found):
             self.functions.add(getattr(func, "__name__", ""))
-            self.functions |= {self._names[id(each)] for each in args if id(each) in self._names}
+            given = (*args, *(kwargs or {}).values())
+            self.functions |= {self._names[id(each)] for each in given if id(each) in self._names}
         return found
 
     def _called(
@@ -105,8 +97,8 @@ class LossWeights(TorchFunctionMode):
     ) -> Any:
         if func not in (F.cross_entropy, F.nll_loss):
             return func(*args, **kwargs)
-        call = _Call(*args, **kwargs)
-        if call.takes_a_mean:
+        call = LossCall(*args, **kwargs)
+        if _takes_a_mean(call):
             if self._disturbed:
                 call = call._replace(target=self._with_ignored(call))
                 names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
@@ -115,10 +107,10 @@ class LossWeights(TorchFunctionMode):
                     {"label_smoothing": call.label_smoothing} if func is F.cross_entropy else {}
                 )
             with torch.no_grad():
-                self.divisors.append(call.divisor())
+                self.divisors.append(_divisor(call))
         return func(*args, **kwargs)
 
-    def _with_ignored(self, call: _Call) -> Any:
+    def _with_ignored(self, call: LossCall) -> Any:
         target = call.target
         if not isinstance(target, Tensor) or target.is_floating_point() or target.dim() == 0:
             return target
@@ -143,10 +135,14 @@ def _is_differentiable(found: Any) -> bool:
 
 
 class PartWeights:
-    """The weights of one step's micro-batches, and whether they still join to the whole mean."""
+    """The weights of one step's micro-batches, and whether they still join to the whole mean.
 
-    def __init__(self, weighing: Weighing) -> None:
+    ``names``: those that ``LossWeights`` is given for each of them.
+    """
+
+    def __init__(self, weighing: Weighing, names: Mapping[int, str] = MappingProxyType({})) -> None:
         self._weighing = weighing
+        self.names = names
         self._divisors: list[tuple[float, list[Tensor]]] = []
         self._ways: set[frozenset[str]] = set()
         self._branches: set[tuple[bool, ...]] = set()
