@@ -101,9 +101,10 @@ class CutChooser:
             return SplitChoice(cut, refusal=FORBIDDEN if splitting.split is False else statistics)
         sizes = range(min(size, max(2 * cut.least, examples_of(size))), 2 * cut.least - 1, -1)
         fitting = (n for n in sizes if self._plainly(found, n) <= budget_bytes)
-        # A budget that holds no step at all is refused; what the least would be is still found out.
+        # A budget that holds no step at all is refused; what the least would be is still found out,
+        # on as few examples as show anything.
         is_hopeless = self.expected(found, found.examples) > budget_bytes
-        examples = next(fitting, sizes[0] if sizes and is_hopeless else None)
+        examples = next(fitting, sizes[-1] if sizes and is_hopeless else None)
         if examples is None:
             refusal = NO_ROOM_TO_PROVE if size >= 2 * cut.least else NOT_PROVEN
             return SplitChoice(cut, refusal="" if splitting.is_promised else refusal)
