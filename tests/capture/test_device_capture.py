@@ -205,9 +205,10 @@ def test_the_device_s_bytes_are_those_of_the_format() -> None:
     treatment = next(each for each in policy.by_need.values() if each.method is Method.ROTATED)
     code = made.values(values, treatment, 7, None, weight=1.0, tag=0)
     assert code.in_store
-    account = devices.on(DEVICE).statistics()
+    store = devices.on(values.device)
+    account = store.statistics()
     assert account.payload_bytes == plane_bytes(5000, 2) + header_bytes(5000)
-    pages, rest = divmod(account.live_bytes, devices.on(DEVICE)._numbers.page_bytes)
+    pages, rest = divmod(account.live_bytes, store._numbers.page_bytes)
     assert (code.nbytes, rest) == (account.payload_bytes + pages * DEVICE_ENTRY_BYTES, 0)
     whole, part = torch.empty(5000, device=DEVICE), torch.empty(392, device=DEVICE)
     code.decode(whole)
@@ -267,7 +268,7 @@ def test_what_is_not_finite_stays_visible_behind_a_smooth_activation() -> None:
 
 def test_what_only_the_device_knows_is_kept() -> None:
     """The range of integers, and whether noise takes two values: looking would wait."""
-    model = nn.Sequential(nn.Identity(), nn.Linear(64, 64), nn.Dropout(0.5))
+    model = nn.Sequential(nn.Identity(), nn.Linear(64, 64), nn.Dropout(0.5)).to(DEVICE)
     x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
     places = torch.randint(0, 9, (64, 64), device=DEVICE)
     capture = Capture(model, PlainStore())

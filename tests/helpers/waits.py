@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,8 +35,10 @@ def without_waiting(device: torch.device) -> Iterator[None]:
         with Waits(refused=True):
             yield
         return
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():  # it says that it misses some waits, after it is set
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -239,7 +239,7 @@ def _cub(values: Tensor) -> dict[str, Work]:
 
     cupy._core.set_routine_accelerators(["cub"])
     array = cupy.from_dlpack(values.view(-1))
-    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+    stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream())
 
     def reduce() -> object:
         with stream:

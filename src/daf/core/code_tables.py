@@ -126,6 +126,23 @@ def rotated_thresholds(bits: int) -> Bytes:
 
 
 @cache
+def rotated_magnitudes(bits: int) -> Floats:
+    """Return (16,) read-only float32: thresholds of magnitudes, then from the eighth their levels.
+
+    For code that has a rotated integer r rather than its coefficient: the positive cell's number is
+    how many thresholds, ascending, are at most abs(r). No multiple of the unit is an integer, so
+    both signs have the same.
+    """
+    units = [threshold * 2**16 / COEFFICIENT_MULTIPLIER for threshold in _integer_thresholds(bits)]
+    table = np.zeros(16, np.float32)
+    table[: len(units)] = np.ceil(units)
+    levels = _positive_levels(bits, bits)
+    table[8 : 8 + len(levels)] = levels
+    table.setflags(write=False)
+    return table
+
+
+@cache
 def rotated_levels(bits: int, kept_bits: int) -> Bytes:
     """Return (16,) read-only int8 levels of the first ``kept_bits`` of ``bits`` planes, by cell.
 

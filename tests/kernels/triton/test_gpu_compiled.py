@@ -27,12 +27,12 @@ from daf.kernels.triton import reduction_kernels as triton_reduction_kernels
 from daf.kernels.triton import rotated as triton_rotated
 from daf.kernels.triton import row_norm_kernels as triton_row_kernels
 from daf.kernels.triton.launch import Affine
-from daf.kernels.triton.planes import PlaneWords
+from daf.kernels.triton.planes import NO_PLANES, PlaneWords
 from daf.kernels.triton.reductions import Runs, SideBySide
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
-    **dict.fromkeys(("borders", "scale", "shift", "factors"), "*fp32"),
+    **dict.fromkeys(("borders", "scale", "shift", "table", "levels", "factors"), "*fp32"),
     **dict.fromkeys(("broken", "too_wide", "least", "greatest"), "*i32"),
     **dict.fromkeys(("least_out", "greatest_out"), "*i32"),
     **dict.fromkeys(("sums", "squares"), "*fp64"),
@@ -53,6 +53,7 @@ CODED = {"BLOCKS": 4}
 READ = CODED | {"ACCUMULATE": True}
 IN_PAGES = PlaneWords("*i32", "*i32", "*i64", "i32", "i32")
 FLAT = IN_PAGES._replace(table="constexpr")
+ABSENT = PlaneWords(*["constexpr"] * 5)
 AFFINE = Affine("*fp32", "*fp32", "i32", "i32")
 SHAPES = {"runs": Runs(*["i32"] * 8), "sides": SideBySide(*["i32"] * 4)}
 
@@ -86,7 +87,7 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
         BITS=2,
         KEPT=1,
         ROUNDS=1,
-        mask=None,
+        mask=ABSENT,
         ACCUMULATE=False,
         **flat,
     )
@@ -97,13 +98,13 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
     add(triton_reduction_kernels.finish_ranges, ROWS=512, COLUMNS=8)
     add(triton_reduction_kernels.span_sums, TYPE=0, SPANS=8)
     norms, sums = triton_norm_kernels, triton_reduction_kernels
-    squares = {"values": None, "mask": None, "affine": None, "TYPE": 1, "VALUE_TYPE": 1}
+    squares = {"values": None, "mask": ABSENT, "affine": None, "TYPE": 1, "VALUE_TYPE": 1}
     add(sums.channel_span_sums, COLUMNS=8, **squares)
     add(sums.side_by_side_sums, SPANS=8, COLUMNS=16, **squares)
     for kind in (0, 1, 2):
         around = {"TYPE": kind, "BLOCKS": 4}
         add(norms.emit, **around)
-        add(norms.emit, result=None, addend=None, mask=None, **around)
+        add(norms.emit, result=None, addend=None, mask=ABSENT, **around)
         add(norms.derive, ACCUMULATE=True, **around)
         for values in {0, kind}:
             read = {"TYPE": kind, "VALUE_TYPE": values} | (
@@ -137,8 +138,7 @@ def with_marks(found: list[tuple[str, object, dict[str, object]]]) -> Iterator[A
 
 
 def signature_of(kernel: object, constants: dict[str, object]) -> dict[str, str]:
-    rotated = kernel.__name__.endswith("rotated")
-    types = {"thresholds": "*i8", "levels": "*i8" if rotated else "*fp32"} | POINTERS
+    types = dict(POINTERS)
     elements = ELEMENTS[constants.get("TYPE", 1)]
     types |= dict.fromkeys(("source", "destination", "gradient", "addend"), elements)
     types["values"] = ELEMENTS[constants.get("VALUE_TYPE", 0)]
@@ -169,6 +169,8 @@ def source_of(kernel: object, constants: dict[str, object]) -> ASTSource:
     for place, name in enumerate(kernel.arg_names):
         if constants.get(name) is FLAT:
             known[place, FLAT._fields.index("table")] = None
+        if constants.get(name) is ABSENT:
+            known |= {(place, field): value for field, value in enumerate(NO_PLANES)}
     return ASTSource(kernel, signature_of(kernel, constants), constexprs=known)
 
 

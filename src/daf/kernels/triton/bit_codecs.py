@@ -29,8 +29,7 @@ def encode_mask(
         chosen = values > low
     else:
         chosen = ((values <= low) | (values >= high)) == 0
-    bits = (chosen & valid).to(tl.int32)
-    store_plane(planes, 0, blocks, there, bits, BLOCKS)
+    store_plane(planes, 0, blocks, there, chosen & valid, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["off_bits", "on_bits"])

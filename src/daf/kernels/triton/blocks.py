@@ -35,8 +35,15 @@ def tile_elements(blocks):
 def tile(count, BLOCKS: tl.constexpr):
     """Return blocks (BLOCKS,), elements (BLOCKS, 256), which elements exist, which blocks do."""
     blocks = tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    return blocks, place, place < count, blocks * BLOCK_ELEMENTS < count
+    valid, there = which_exist(blocks, count)
+    return blocks, tile_elements(blocks), valid, there
+
+
+@triton.jit
+def which_exist(blocks, count):
+    """Return which elements (BLOCKS, 256) exist, and which blocks: compared in 32 bits."""
+    rest = tl.minimum(count - blocks * BLOCK_ELEMENTS, BLOCK_ELEMENTS).to(tl.int32)
+    return tl.arange(0, BLOCK_ELEMENTS)[None, :] < rest[:, None], rest > 0
 
 
 @triton.jit
@@ -87,18 +94,40 @@ def widen_bfloat16(patterns):
 
 
 @triton.jit
-def channel_affine(values, place, affine):
-    """Return ``values * scale[c] + shift[c]``, rounded twice; ``c = place // inner % channels``."""
-    channel = (place // affine.inner) % affine.channels
+def channels_of(blocks, channels, inner):
+    """Return (BLOCKS, 256) int32: each element's channel, its number // inner % channels.
+
+    Numbers of 64 bits are divided once a block. Where a block spans few runs or channels, none of
+    32 bits is divided either.
+    """
+    first = blocks * BLOCK_ELEMENTS
+    run = first // inner
+    place = (first - run * inner).to(tl.int32)[:, None] + tl.arange(0, BLOCK_ELEMENTS)[None, :]
+    channel = tl.broadcast_to((run % channels).to(tl.int32)[:, None], place.shape)
+    if inner >= BLOCK_ELEMENTS:
+        channel += tl.where(place >= inner, 1, 0)
+    else:
+        channel += place // inner
+    if channels >= BLOCK_ELEMENTS or inner >= BLOCK_ELEMENTS:
+        channel = tl.where(channel >= channels, channel - channels, channel)
+    else:
+        channel = channel % channels
+    return channel
+
+
+@triton.jit
+def channel_affine(values, channel, affine):
+    """Return ``values * scale[channel] + shift[channel]``, rounded twice."""
     return values * tl.load(affine.scale + channel) + tl.load(affine.shift + channel)
 
 
 @triton.jit
-def load_values(source, place, valid, affine, TYPE: tl.constexpr):
-    """Load elements and apply an affine, if there is one; +0 where not ``valid``."""
-    values = load_elements(source, place, valid, TYPE)
+def load_values(source, blocks, valid, affine, TYPE: tl.constexpr):
+    """Load blocks and apply an affine, if there is one; +0 where not ``valid``."""
+    values = load_elements(source, tile_elements(blocks), valid, TYPE)
     if affine is not None:
-        values = tl.where(valid, channel_affine(values, place, affine), 0.0)
+        channel = channels_of(blocks, affine.channels, affine.inner)
+        values = tl.where(valid, channel_affine(values, channel, affine), 0.0)
     return values
 
 
@@ -109,25 +138,55 @@ def halve(values, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def add_halves(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Add the two halves of each row of (ROWS, WIDTH): (ROWS, WIDTH / 2).
+
+    A sum of two has one order. So the compiler may take the one from another lane's register, where
+    a split would send both through shared memory.
+    """
+    return tl.sum(tl.reshape(values, (ROWS, 2, WIDTH // 2)), axis=1)
+
+
+@triton.jit
 def tree_sum(values, BLOCKS: tl.constexpr):
     """Sum (BLOCKS, 256) to (BLOCKS,): strides 128, 64, … 1."""
     for level in tl.static_range(8):
-        low, high = halve(values, BLOCKS, 256 >> level)
-        values = low + high
+        values = add_halves(values, BLOCKS, 256 >> level)
     return tl.reshape(values, (BLOCKS,))
 
 
 @triton.jit
-def hadamard(values, BLOCKS: tl.constexpr):
-    """Transform every row of (BLOCKS, 256) integers: unnormalised Hadamard, natural order.
+def _hadamard_matrix():
+    """Return (16, 16) fp16: 1 or -1 by the parity of the bits that row and column share."""
+    shared = tl.arange(0, 16)[:, None] & tl.arange(0, 16)[None, :]
+    shared ^= shared >> 2
+    shared ^= shared >> 1
+    return (1 - 2 * (shared & 1)).to(tl.float16)
 
-    Each of eight equal stages combines the halves by the highest bit of the place and makes that
-    bit the lowest. Integers fit, so the order of stages does not matter.
+
+@triton.jit
+def hadamard(values, BLOCKS: tl.constexpr, NARROW: tl.constexpr):
+    """Transform rows of (BLOCKS, 256) float32 integers: unnormalised Hadamard, natural order.
+
+    With a row as a square of 16, the transform is H X H, and matrix units do both products. They
+    add integers below 2**24 exactly. Their operands are fp16, which holds integers up to 2048: the
+    values must be such, and so must those of H X if ``NARROW``. Otherwise H X, of at most
+    2**22, is the sum of what fp16 keeps of it and of the rest. Any four bits of the place may span
+    a side of the square: the upper three come lowest, as lanes that load a row side by side hold
+    these in registers of their own.
     """
-    for _ in tl.static_range(8):
-        low, high = halve(values, BLOCKS, 256)
-        values = tl.reshape(tl.join(low + high, low - high), (BLOCKS, 256))
-    return values
+    matrix = _hadamard_matrix()
+    square = tl.permute(tl.reshape(values.to(tl.float16), (BLOCKS, 8, 2, 16)), (0, 3, 2, 1))
+    columns = tl.permute(tl.reshape(square, (BLOCKS * 16, 16)), (1, 0))
+    half = tl.permute(tl.reshape(tl.dot(matrix, columns), (16, BLOCKS, 16)), (1, 0, 2))
+    half = tl.reshape(half, (BLOCKS * 16, 16))
+    most = half.to(tl.float16)
+    whole = tl.dot(most, matrix)
+    if not NARROW:
+        whole = tl.dot((half - most.to(tl.float32)).to(tl.float16), matrix, acc=whole)
+    return tl.reshape(
+        tl.permute(tl.reshape(whole, (BLOCKS, 2, 8, 16)), (0, 2, 1, 3)), (BLOCKS, 256)
+    )
 
 
 @triton.jit
@@ -163,12 +222,12 @@ def header_place(planes, block, BITS: tl.constexpr):
 
 @triton.jit
 def bit_words(bits, BLOCKS: tl.constexpr):
-    """Pack (BLOCKS, 256) bits into (BLOCKS, 8) words: bit k of word w is element 32 w + k.
+    """Pack (BLOCKS, 256) booleans into (BLOCKS, 8) words: bit k of word w is element 32 w + k.
 
     The sum is a union: no two lanes share a bit. Triton's interpreter is slow at other reductions.
     """
-    lanes = tl.reshape(bits.to(tl.int32), (BLOCKS, BLOCK_WORDS, 32))
-    return tl.sum(lanes << tl.arange(0, 32)[None, None, :], axis=2)
+    lanes = tl.reshape(bits, (BLOCKS, BLOCK_WORDS, 32))
+    return tl.sum(tl.where(lanes, 1 << tl.arange(0, 32)[None, None, :], 0), axis=2)
 
 
 @triton.jit
@@ -185,12 +244,18 @@ def tile_words(blocks):
 
 
 @triton.jit
-def store_plane(planes, plane, blocks, there, bits, BLOCKS: tl.constexpr):
-    """Write one plane of a tile where ``there`` (BLOCKS,)."""
+def store_words(planes, plane, blocks, there, words, BLOCKS: tl.constexpr):
+    """Write (BLOCKS, 8) words of one plane of a tile where ``there`` (BLOCKS,)."""
     word = tile_words(blocks)
     exists = tl.broadcast_to(there[:, None], (BLOCKS, BLOCK_WORDS))
     place = word_place(planes, tl.where(exists, word, 0), plane)
-    tl.store(planes.region + place, bit_words(bits, BLOCKS), mask=exists)
+    tl.store(planes.region + place, words, mask=exists)
+
+
+@triton.jit
+def store_plane(planes, plane, blocks, there, bits, BLOCKS: tl.constexpr):
+    """Write one plane of a tile, (BLOCKS, 256) booleans, where ``there`` (BLOCKS,)."""
+    store_words(planes, plane, blocks, there, bit_words(bits, BLOCKS), BLOCKS)
 
 
 @triton.jit
@@ -206,7 +271,7 @@ def load_plane(planes, plane, blocks, there, BLOCKS: tl.constexpr):
 def store_codes(planes, codes, blocks, there, BITS: tl.constexpr, BLOCKS: tl.constexpr):
     """Write all planes of (BLOCKS, 256) codes."""
     for plane in tl.static_range(BITS):
-        bits = ((codes >> (BITS - 1 - plane)) & 1).to(tl.int32)
+        bits = (codes >> (BITS - 1 - plane)) & 1 != 0
         store_plane(planes, plane, blocks, there, bits, BLOCKS)
 
 
@@ -222,7 +287,7 @@ def load_codes(planes, blocks, there, ITEM: tl.constexpr, BITS: tl.constexpr, BL
 @triton.jit
 def masked(values, mask, blocks, there, BLOCKS: tl.constexpr):
     """Return values whose bit is set, +0 elsewhere; all values without a mask."""
-    if mask is not None:
+    if mask.region is not None:
         chosen = load_plane(mask, 0, blocks, there, BLOCKS)
         values = tl.where(chosen != 0, values, 0.0)
     return values
@@ -231,7 +296,7 @@ def masked(values, mask, blocks, there, BLOCKS: tl.constexpr):
 @triton.jit
 def masked_at(values, mask, place, valid):
     """Return single values whose bit of the mask is set, +0 elsewhere."""
-    if mask is not None:
+    if mask.region is not None:
         there = word_place(mask, tl.where(valid, place // 32, 0), 0)
         word = tl.load(mask.region + there, mask=valid, other=0)
         values = tl.where((word >> (place % 32).to(tl.int32)) & 1 != 0, values, 0.0)
@@ -243,7 +308,7 @@ def values_at(values, place, valid, first_value, affine, TYPE: tl.constexpr):
     """Load values that begin with element ``first_value`` of the tensor, and apply an affine."""
     found = load_elements(values, place - first_value, valid, TYPE)
     if affine is not None:
-        found = channel_affine(found, place, affine)
+        found = channel_affine(found, (place // affine.inner) % affine.channels, affine)
     return found
 
 
@@ -261,14 +326,13 @@ def write_values(
     BLOCKS: tl.constexpr,
 ):
     """Apply affine, accumulate, mask, round. ``destination`` begins with block ``first_block``."""
-    place = tile_elements(blocks)
-    written = place - first_block.to(tl.int64) * 256
-    valid = place < count
+    written = tile_elements(blocks - first_block)
+    valid, there = which_exist(blocks, count)
     if affine is not None:
-        values = channel_affine(values, place, affine)
+        values = channel_affine(values, channels_of(blocks, affine.channels, affine.inner), affine)
     if ACCUMULATE:
         values = load_elements(destination, written, valid, TYPE) + values
-    values = masked(values, mask, blocks, blocks * 256 < count, BLOCKS)
+    values = masked(values, mask, blocks, there, BLOCKS)
     store_elements(destination, written, valid, values, TYPE)
 
 

@@ -10,14 +10,16 @@ import triton.language as tl
 
 from daf.kernels.triton.blocks import (
     channel_affine,
+    channels_of,
     load_elements,
+    load_values,
     masked,
     store_elements,
     store_plane,
     tile,
     tile_blocks,
     tile_elements,
-    values_at,
+    which_exist,
     write_values,
 )
 from daf.kernels.triton.reduction_kernels import as_double, canonical
@@ -39,15 +41,16 @@ def emit(
     """Normalise; gamma and beta, addend, ReLU up to ``most`` (NaN: none), its mask."""
     blocks, place, valid, there = tile(count, BLOCKS)
     values = load_elements(source, place, valid, TYPE)
-    values = channel_affine(values, place, affine)
+    channel = channels_of(blocks, affine.channels, affine.inner)
+    values = channel_affine(values, channel, affine)
     if result is not None:
-        values = channel_affine(values, place, result)
+        channel = channels_of(blocks, result.channels, result.inner)
+        values = channel_affine(values, channel, result)
     if addend is not None:
         values += load_elements(addend, place, valid, TYPE)
-    if mask is not None:
+    if mask.region is not None:
         low, high = values <= 0.0, values >= most
-        bits = (((low | high) == 0) & valid).to(tl.int32)
-        store_plane(mask, 0, blocks, there, bits, BLOCKS)
+        store_plane(mask, 0, blocks, there, ((low | high) == 0) & valid, BLOCKS)
         values = tl.where(low, 0.0, tl.where(high, most, values))
     store_elements(destination, place, valid, values, TYPE)
 
@@ -67,9 +70,7 @@ def derive(
 ):
     """Write ``emit``'s result again, in blocks from ``first_block``: affines, accumulate, mask."""
     blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    values = load_elements(source, place, place < count, TYPE)
-    values = channel_affine(values, place, affine)
+    values = load_values(source, blocks, which_exist(blocks, count)[0], affine, TYPE)
     write_values(
         destination, values, blocks, first_block, result, mask, count, TYPE, ACCUMULATE, BLOCKS
     )
@@ -96,16 +97,17 @@ def write_gradient(
     """Do ``channel_norm.write_gradient`` in blocks from ``first_block``, perhaps in place."""
     blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
     place = tile_elements(blocks)
-    valid = place < count
-    there = blocks * 256 < count
+    valid, there = which_exist(blocks, count)
     found = load_elements(gradient, place, valid, TYPE)
     found = masked(found, mask, blocks, there, BLOCKS)
     if gamma is not None:
-        found = found * tl.load(gamma + place % gamma_channels)
-    value = values_at(values, place, valid, first_value, affine, VALUE_TYPE)
-    channel = (place // of_value.inner) % of_value.channels
+        found = found * tl.load(gamma + channels_of(blocks, gamma_channels, 1))
+    value = load_elements(values, place - first_value, valid, VALUE_TYPE)
+    if affine is not None:
+        value = channel_affine(value, channels_of(blocks, affine.channels, affine.inner), affine)
+    channel = channels_of(blocks, of_value.channels, of_value.inner)
     product = found * tl.load(of_gradient + channel)
-    beside = channel_affine(value, place, of_value)
+    beside = channel_affine(value, channel, of_value)
     store_elements(destination, place, valid, product + beside, TYPE)
 
 

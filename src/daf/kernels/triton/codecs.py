@@ -29,9 +29,9 @@ from daf.kernels.triton.launch import (
     key_halves,
     launch,
     levels_on,
+    magnitudes_on,
     mask_words,
     patterns,
-    thresholds_on,
 )
 from daf.kernels.triton.planes import DevicePlanes
 
@@ -44,9 +44,7 @@ def encode_values(code: CodedValues, source: Tensor, affine: Channels | None) ->
     planes = _checked(code.codec, code.planes)
     tables: dict[str, Any] = {}
     if code.codec is Codec.ROTATED:
-        bits, device = planes.bits, source.device
-        tables = {"thresholds": thresholds_on(device, bits)}
-        tables |= {"levels": levels_on(device, bits, bits)[0], **_runs(code)}
+        tables = {"table": magnitudes_on(source.device, planes.bits), **_runs(code)}
     _encode(_ENCODERS[code.codec], source, planes, code.key, affine, **tables)
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from daf.core.code_format import BLOCK_ELEMENTS, block_count
-from daf.core.code_tables import rotated_level_factor, rotated_levels, rotated_thresholds
+from daf.core.code_tables import rotated_level_factor, rotated_levels, rotated_magnitudes
 from daf.core.errors import KernelError
 from daf.kernels.backend import element_type, is_codable
 from daf.kernels.cpu.checks import check_mask
 from daf.kernels.normalisation import Channels
-from daf.kernels.triton.planes import DevicePlanes, PlaneWords
+from daf.kernels.triton.planes import NO_PLANES, DevicePlanes, PlaneWords
 
 try:
     from triton.runtime.interpreter import InterpretedFunction
@@ -25,8 +25,10 @@ except ImportError as problem:  # an installation without the extra
         "asked for the GPU kernels, found no triton; install DAF with its extra: daf-train[gpu]"
     ) from problem
 
-_DEVICE_BLOCKS = 4  # of 256 elements, per program
-_WARPS = 4
+# A program of blocks is one warp: what it sums and packs never leaves the warp, so no lane waits.
+_TILE_BLOCKS = 4  # of 256 elements
+_TILE_WARPS = 1
+_WARPS = 4  # of any other program
 _INTERPRETER_BLOCKS = 64  # at most: the interpreter spends as much on calls as on elements
 
 
@@ -68,10 +70,10 @@ def elements_in(blocks: tuple[int, int] | None, count: int) -> int:
     return min(last * BLOCK_ELEMENTS, count) - first * BLOCK_ELEMENTS
 
 
-def mask_words(mask: DevicePlanes | None, count: int) -> PlaneWords | None:
-    """Return a mask of ``count`` elements as kernels take it; None for None."""
+def mask_words(mask: DevicePlanes | None, count: int) -> PlaneWords:
+    """Return a mask of ``count`` elements as kernels take it; ``NO_PLANES`` for None."""
     check_mask(mask, count)
-    return None if mask is None else mask.words
+    return NO_PLANES if mask is None else mask.words
 
 
 def key_halves(key: int) -> dict[str, int]:
@@ -126,15 +128,17 @@ def launch(
     if count == 0:
         return
     interpreted = isinstance(kernel, InterpretedFunction)
-    blocks = _interpreter_blocks(count) if interpreted else _DEVICE_BLOCKS
+    blocks = _interpreter_blocks(count) if interpreted else _TILE_BLOCKS
     grid = (-(-block_count(count) // blocks),)
     if first_block is not None:
         count += first_block * BLOCK_ELEMENTS
         arguments["first_block"] = first_block
-    on_device(kernel, grid, device, **arguments, count=count, BLOCKS=blocks)
+    on_device(kernel, grid, device, _TILE_WARPS, **arguments, count=count, BLOCKS=blocks)
 
 
-def on_device(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any) -> None:
+def on_device(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, warps: int = _WARPS, **arguments: Any
+) -> None:
     """Run a kernel's programs on the device's current stream; each product is rounded (no FMA).
 
     KernelError: the tensors are on no GPU, and Triton does not interpret.
@@ -143,7 +147,7 @@ def on_device(kernel: Any, grid: tuple[int, ...], device: torch.device, **argume
         raise KernelError("asked for a GPU kernel on tensors of the CPU; use daf.kernels.cpu")
     chosen = nullcontext() if device.type == "cpu" else torch.cuda.device(device)
     with chosen:
-        kernel[grid](**arguments, enable_fp_fusion=False, num_warps=_WARPS)
+        kernel[grid](**arguments, enable_fp_fusion=False, num_warps=warps)
 
 
 def _interpreter_blocks(count: int) -> int:
@@ -151,16 +155,16 @@ def _interpreter_blocks(count: int) -> int:
 
 
 @cache
-def thresholds_on(device: torch.device, bits: int) -> Tensor:
-    """Return ``tables.rotated_thresholds`` on a device."""
-    return torch.from_numpy(rotated_thresholds(bits).copy()).to(device)
+def magnitudes_on(device: torch.device, bits: int) -> Tensor:
+    """Return ``code_tables.rotated_magnitudes`` on a device."""
+    return torch.from_numpy(rotated_magnitudes(bits).copy()).to(device)
 
 
 @cache
 def levels_on(device: torch.device, bits: int, kept: int) -> tuple[Tensor, Tensor]:
-    """Return (2, 16) int8 levels of ``kept`` planes and of one less; (2,) float32 factors."""
+    """Return (2, 16) levels of ``kept`` planes and of one less, (2,) factors; float32."""
     widths = (kept, max(kept - 1, 1))
-    levels = np.stack([rotated_levels(bits, width) for width in widths])
+    levels = np.stack([rotated_levels(bits, width) for width in widths]).astype(np.float32)
     factors = [rotated_level_factor(bits, width) for width in widths]
     return torch.from_numpy(levels).to(device), torch.tensor(
         factors, dtype=torch.float32, device=device

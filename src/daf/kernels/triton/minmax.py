@@ -7,6 +7,7 @@ import triton.language as tl
 
 from daf.kernels.triton.blocks import (
     channel_affine,
+    channels_of,
     is_finite_bfloat16,
     joined_headers,
     load_codes,
@@ -53,8 +54,8 @@ def encode_minmax(
     BLOCKS: tl.constexpr,
 ):
     """Write every plane and the headers, rounding stochastically."""
-    blocks, place, valid, there = tile(count, BLOCKS)
-    values = load_values(source, place, valid, affine, TYPE)
+    blocks, _, valid, there = tile(count, BLOCKS)
+    values = load_values(source, blocks, valid, affine, TYPE)
     last: tl.constexpr = (1 << BITS) - 1
     lowest = tl.min(tl.where(valid, values, float("inf")), axis=1)
     highest = tl.max(tl.where(valid, values, float("-inf")), axis=1)
@@ -119,8 +120,8 @@ def encode_steps(
     BLOCKS: tl.constexpr,
 ):
     """Write every plane of the numbers of steps that the affine gives, rounding stochastically."""
-    blocks, place, valid, there = tile(count, BLOCKS)
-    position = load_values(source, place, valid, affine, TYPE)
+    blocks, _, valid, there = tile(count, BLOCKS)
+    position = load_values(source, blocks, valid, affine, TYPE)
     last: tl.constexpr = (1 << BITS) - 1
     position = tl.where(position > 0.0, position, 0.0)
     position = tl.where(position < last * 1.0, position, last * 1.0)
@@ -139,5 +140,5 @@ def decode_steps(
     codes = load_codes(planes, blocks, there, tl.int32, BITS, BLOCKS)
     values = codes.to(tl.float32)
     if affine is not None:
-        values = channel_affine(values, place, affine)
+        values = channel_affine(values, channels_of(blocks, affine.channels, affine.inner), affine)
     store_elements(destination, place, valid, values, TYPE)

@@ -36,20 +36,20 @@ def philox_words(key_low, key_high, blocks, calls, STREAM: tl.constexpr):
 
 @triton.jit
 def sign_bits(key_low, key_high, blocks, TURN: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return (BLOCKS, 256) integers, 1 where the sign changes in a round of the rotation."""
+    """Return (BLOCKS, 256) int32, of which bit 31 is set where a round changes the sign."""
     calls = tl.arange(0, 2) + 2 * TURN
     word0, word1, word2, word3 = philox_words(key_low, key_high, blocks, calls, 0)
     quads = tl.join(tl.join(word0, word2), tl.join(word1, word3))  # block, call, bit 1, bit 0
-    words = tl.reshape(quads, (BLOCKS, 8))
+    words = tl.reshape(quads, (BLOCKS, 8)).to(tl.int32, bitcast=True)
     lane = tl.arange(0, 32)
-    places = (lane // 2 + 16 * (lane % 2)).to(tl.uint32)
-    return tl.reshape((words[:, :, None] >> places[None, None, :]) & 1, (BLOCKS, 256)).to(tl.int32)
+    upwards = 31 - (lane // 2 + 16 * (lane % 2))
+    return tl.reshape(words[:, :, None] << upwards[None, None, :], (BLOCKS, 256))
 
 
 @triton.jit
 def flip_signs(values, signs):
-    """Negate integers where the bit is set."""
-    return tl.where(signs != 0, -values, values)
+    """Negate float32 numbers where bit 31 is set."""
+    return (values.to(tl.int32, bitcast=True) ^ (signs & -(2**31))).to(tl.float32, bitcast=True)
 
 
 @triton.jit

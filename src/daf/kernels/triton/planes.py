@@ -15,11 +15,15 @@ from daf.kernels import PageFields
 class PlaneWords(NamedTuple):
     """Planes and headers as kernels take them; see :class:`DevicePlanes`."""
 
-    region: Tensor
+    region: Tensor | None
     headers: Tensor | None
     table: Tensor | None
     runs: int
     page_words: int
+
+
+# A kernel asks for its region: comparing a tuple with None is an error in Triton before 3.7.
+NO_PLANES = PlaneWords(None, None, None, 1, 1)
 
 
 class DevicePlanes(NamedTuple):

@@ -17,6 +17,7 @@ from daf.kernels import RangeStrategy
 from daf.kernels.cpu.checks import check_channels, check_member
 from daf.kernels.normalisation import Sums
 from daf.kernels.triton.launch import on_device, patterns
+from daf.kernels.triton.planes import NO_PLANES
 from daf.kernels.triton.reduction_kernels import (
     channel_span_sums,
     finish_ranges,
@@ -146,11 +147,17 @@ def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> Sums:
     rows = torch.zeros(shape, dtype=torch.float64, device=source.device)
     spans = -(-count // span_elements(channels))
     if count > 0 and channels == 1:
-        places = {"source": elements, "sums": rows[0], "squares": rows[1]}
+        places: dict[str, Any] = {"source": elements, "sums": rows[0], "squares": rows[1]}
         grid = (-(-spans // _SPANS),)
         on_device(span_sums, grid, source.device, **places, count=count, TYPE=kind, SPANS=_SPANS)
     elif count > 0:
-        alone = {"values": None, "first_value": 0, "VALUE_TYPE": kind, "mask": None, "affine": None}
+        alone = {
+            "mask": NO_PLANES,
+            "values": None,
+            "first_value": 0,
+            "VALUE_TYPE": kind,
+            "affine": None,
+        }
         given = {"source": elements, "count": count, "TYPE": kind, **alone}
         sum_spans(rows, (0, spans), channels, inner, given)
     return fold_spans(rows)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from daf.kernels.triton.blocks import (
+    bit_words,
     hadamard,
     is_finite_bfloat16,
     joined_headers,
@@ -15,7 +16,7 @@ from daf.kernels.triton.blocks import (
     nearest_bfloat16,
     prescale_of,
     store_headers,
-    store_plane,
+    store_words,
     tile,
     tile_blocks,
     tree_sum,
@@ -28,9 +29,8 @@ _LEAST_ENERGY = tl.constexpr(2.0**-60)
 _GREATEST_ENERGY = tl.constexpr(2.0**60)
 _LENGTH = tl.constexpr(2000.0)
 _LENGTH_TIMES_UNIT = tl.constexpr(2000.0 * 2048.0)
-_COEFFICIENT_MULTIPLIER = tl.constexpr(1704)
-_ROUND_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it drops the fraction
-_ROUND_PATTERN = tl.constexpr(0x4B400000)
+_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it drops the fraction
+_LEVELS = tl.constexpr(8)  # where a table's levels begin, behind its thresholds
 
 
 @triton.jit
@@ -45,62 +45,135 @@ def _centre(values, valid, real_count, prescale, unscale, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _centre_ordinary(values, valid, real_count, BLOCKS: tl.constexpr):
-    """Do the same, prescaled if the energy asks for it; also return the prescale's inverse."""
+def _is_ordinary(energy):
+    return (energy >= _LEAST_ENERGY) & (energy <= _GREATEST_ENERGY)
+
+
+@triton.jit
+def _centre_any(values, valid, real_count, BLOCKS: tl.constexpr):
+    """Do the same, prescaled if the energy asks for it; then the prescale's inverse, all finite?"""
     one = real_count * 0.0 + 1.0
-    centred, mean, energy = _centre(values, valid, real_count, one, one, BLOCKS)
-    ordinary = (energy >= _LEAST_ENERGY) & (energy <= _GREATEST_ENERGY)
+    _, _, energy = _centre(values, valid, real_count, one, one, BLOCKS)
+    ordinary = _is_ordinary(energy)
     prescale, unscale, finite = prescale_of(values, BLOCKS)
     prescale, unscale = tl.where(ordinary, one, prescale), tl.where(ordinary, one, unscale)
-    if tl.min(ordinary.to(tl.int32), axis=0) == 0:
-        centred, mean, energy = _centre(values, valid, real_count, prescale, unscale, BLOCKS)
+    known = tl.where(finite[:, None], values, 0.0)
+    centred, mean, energy = _centre(known, valid, real_count, prescale, unscale, BLOCKS)
     return centred, mean, energy, unscale, finite
 
 
 @triton.jit
-def _to_integers(values, finite):
-    """Round to nearest even, numbers below 2**22; 0 in blocks that are not finite."""
-    pattern = (values + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True)
-    return tl.where(finite[:, None], pattern - _ROUND_PATTERN, 0)
+def _centre_usual(values, real_count, BLOCKS: tl.constexpr):
+    """Do the same for whole blocks of an ordinary energy, whose elements are finite therefore.
+
+    Also return whether the blocks are such.
+    """
+    mean = nearest_bfloat16(tree_sum(values, BLOCKS) * 0.00390625)
+    centred = values - widen_bfloat16(mean)[:, None]
+    energy = tree_sum(centred * centred, BLOCKS)
+    return centred, mean, energy, _is_ordinary(energy) & (real_count == 256.0)
+
+
+@triton.jit
+def _centre_tile(values, valid, real_count, BLOCKS: tl.constexpr):
+    """Return what ``_centre_any`` does, in one pass where every block is usual."""
+    centred, mean, energy, usual = _centre_usual(values, real_count, BLOCKS)
+    unscale, finite = real_count * 0.0 + 1.0, real_count > 0.0
+    if tl.min(usual.to(tl.int32), axis=0) == 0:
+        centred, mean, energy, unscale, finite = _centre_any(values, valid, real_count, BLOCKS)
+    return centred, mean, energy, unscale, finite
+
+
+@triton.jit
+def _to_integers(values):
+    """Round float32 numbers below 2**22 to nearest even."""
+    return (values + _TO_INTEGER) - _TO_INTEGER
+
+
+@triton.jit
+def _between_rounds(values, signs):
+    """Divide integers by 16, a half upwards, and flip signs: half an odd number never ties."""
+    return flip_signs(_to_integers((values + 0.5) * 0.0625), signs)
 
 
 @triton.jit
 def _rotate(values, key_low, key_high, blocks, ROUNDS: tl.constexpr, BLOCKS: tl.constexpr):
     values = flip_signs(values, sign_bits(key_low, key_high, blocks, 0, BLOCKS))
-    values = hadamard(values, BLOCKS)
+    values = hadamard(values, BLOCKS, NARROW=False)
     if ROUNDS == 2:
-        values = flip_signs((values + 8) >> 4, sign_bits(key_low, key_high, blocks, 1, BLOCKS))
-        values = hadamard(values, BLOCKS)
+        values = _between_rounds(values, sign_bits(key_low, key_high, blocks, 1, BLOCKS))
+        values = hadamard(values, BLOCKS, NARROW=False)
     return values
 
 
 @triton.jit
 def _rotate_back(values, key_low, key_high, blocks, ROUNDS: tl.constexpr, BLOCKS: tl.constexpr):
-    values = hadamard(values, BLOCKS)
+    """Levels are at most 127, so that sums of sixteen are narrow."""
+    values = hadamard(values, BLOCKS, NARROW=True)
     if ROUNDS == 2:
-        values = flip_signs((values + 8) >> 4, sign_bits(key_low, key_high, blocks, 1, BLOCKS))
-        values = hadamard(values, BLOCKS)
+        values = _between_rounds(values, sign_bits(key_low, key_high, blocks, 1, BLOCKS))
+        values = hadamard(values, BLOCKS, NARROW=False)
     return flip_signs(values, sign_bits(key_low, key_high, blocks, 0, BLOCKS))
 
 
 @triton.jit
-def _find_cells(rotated, thresholds, BITS: tl.constexpr):
-    """Return each number's code, its most significant bit at weight 8."""
-    coefficients = tl.minimum(tl.maximum((rotated * _COEFFICIENT_MULTIPLIER) >> 16, -128), 127)
-    cells = coefficients * 0
-    for step in tl.static_range(BITS):
-        threshold = tl.load(thresholds + step * 16 + cells).to(tl.int32)
-        cells += tl.where(coefficients > threshold, 8 >> step, 0)
-    return cells
+def _choose2(table, bit, FIRST: tl.constexpr, STEP: tl.constexpr):
+    return tl.where(bit, tl.load(table + FIRST + STEP), tl.load(table + FIRST))
 
 
-@triton.jit(do_not_specialize=["key_low", "key_high"])
+@triton.jit
+def _choose4(table, bit1, bit0, FIRST: tl.constexpr, STEP: tl.constexpr):
+    upper = _choose2(table, bit0, FIRST + 2 * STEP, STEP)
+    return tl.where(bit1, upper, _choose2(table, bit0, FIRST, STEP))
+
+
+@triton.jit
+def _choose8(table, bit2, bit1, bit0, FIRST: tl.constexpr, STEP: tl.constexpr):
+    upper = _choose4(table, bit1, bit0, FIRST + 4 * STEP, STEP)
+    return tl.where(bit2, upper, _choose4(table, bit1, bit0, FIRST, STEP))
+
+
+@triton.jit
+def _find_cells(rotated, table, BITS: tl.constexpr):
+    """Return each number's code, its most significant bit at weight 8, and its level's product.
+
+    Cells lie symmetrically, so magnitudes decide; of negative numbers, lower bits are inverted.
+    """
+    size = tl.abs(rotated)
+    if BITS == 1:
+        level, cell = tl.load(table + _LEVELS), size.to(tl.int32, bitcast=True) * 0
+    elif BITS == 2:
+        bit2 = size >= tl.load(table)
+        level, cell = _choose2(table, bit2, _LEVELS, 1), tl.where(bit2, 4, 0)
+    elif BITS == 3:
+        bit2 = size >= tl.load(table + 1)
+        bit1 = size >= _choose2(table, bit2, 0, 2)
+        level = _choose4(table, bit2, bit1, _LEVELS, 1)
+        cell = tl.where(bit2, 4, 0) + tl.where(bit1, 2, 0)
+    else:
+        bit2 = size >= tl.load(table + 3)
+        bit1 = size >= _choose2(table, bit2, 1, 4)
+        bit0 = size >= _choose4(table, bit2, bit1, 0, 2)
+        level = _choose8(table, bit2, bit1, bit0, _LEVELS, 1)
+        cell = tl.where(bit2, 4, 0) + tl.where(bit1, 2, 0) + tl.where(bit0, 1, 0)
+    return cell ^ tl.where(rotated >= 0.0, 8, 7), level * size
+
+
+@triton.jit
+def _sum_products(products, BLOCKS: tl.constexpr):
+    """Sum (BLOCKS, 256) integers as int32: of sixteen, Cauchy's bound is less than 2**24."""
+    sixteens = tl.sum(tl.reshape(products, (BLOCKS, 16, 16)), axis=2)
+    return tl.sum(sixteens.to(tl.int32), axis=1)
+
+
+# Lanes side by side load elements side by side, one each, so that halves of a block are added in
+# registers: what is known of the source's alignment would give each lane several neighbours.
+@triton.jit(do_not_specialize=["key_low", "key_high"], do_not_specialize_on_alignment=["source"])
 def encode_rotated(
     source,
     planes,
     affine,
-    thresholds,
-    levels,
+    table,
     count,
     key_low,
     key_high,
@@ -111,31 +184,33 @@ def encode_rotated(
     ROUNDS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write the headers and the planes that each run has."""
-    blocks, place, valid, there = tile(count, BLOCKS)
-    values = load_values(source, place, valid, affine, TYPE)
+    """Write the headers and the planes that each run has.
+
+    ``table`` (16,) float32: the magnitudes' ascending thresholds, and from the eighth their levels.
+    """
+    blocks, _, valid, there = tile(count, BLOCKS)
+    values = load_values(source, blocks, valid, affine, TYPE)
     real_count = tl.minimum(tl.maximum(count - blocks * 256, 1), 256).to(tl.float32)
-    centred, mean, energy, unscale, finite = _centre_ordinary(values, valid, real_count, BLOCKS)
+    centred, mean, energy, unscale, finite = _centre_tile(values, valid, real_count, BLOCKS)
     norm = tl.math.sqrt_rn(energy)
-    flat = norm == 0.0
-    length = tl.where(flat, 1.0, norm)
-    integers = _to_integers(
-        centred * tl.math.div_rn(length * 0.0 + _LENGTH, length)[:, None], finite
-    )
+    some = finite & (norm != 0.0)
+    length = tl.where(some, norm, 1.0)
+    factor = tl.math.div_rn(length * 0.0 + _LENGTH, length)
+    integers = _to_integers(centred * factor[:, None])
     rotated = _rotate(integers, key_low, key_high, blocks, ROUNDS, BLOCKS)
-    cells = _find_cells(rotated, thresholds, BITS)
-    product = tl.sum(rotated * tl.load(levels + cells).to(tl.int32), axis=1)
-    gain = tl.math.div_rn(norm * _LENGTH_TIMES_UNIT, tl.where(flat, 1, product).to(tl.float32))
-    step = tl.where(flat, 0, nearest_bfloat16(gain * unscale))
+    cells, products = _find_cells(rotated, table, BITS)
+    product = _sum_products(products, BLOCKS)
+    gain = tl.math.div_rn(norm * _LENGTH_TIMES_UNIT, tl.where(some, product, 1).to(tl.float32))
+    step = tl.where(norm == 0.0, 0, nearest_bfloat16(gain * unscale))
     good = finite & is_finite_bfloat16(mean) & is_finite_bfloat16(step)
     pair = joined_headers(mean, step, good)
     store_headers(planes, blocks, there, pair, BITS)
     written = (good & (norm != 0.0))[:, None]
     full = blocks * 8 < full_runs * planes.page_words.to(tl.int64)
     for plane in tl.static_range(KEPT):
-        bits = tl.where(written, (cells >> (3 - plane)) & 1, 0)
         exists = there & (full | (plane < KEPT - 1))
-        store_plane(planes, plane, blocks, exists, bits, BLOCKS)
+        words = tl.where(written, bit_words((cells & (8 >> plane)) != 0, BLOCKS), 0)
+        store_words(planes, plane, blocks, exists, words, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["key_low", "key_high", "first_block"])
@@ -166,17 +241,21 @@ def decode_rotated(
     there = blocks * 256 < count
     mean, step, good = load_headers(planes, blocks, there, BITS)
     full = blocks * 8 < full_runs * planes.page_words.to(tl.int64)
-    cells = tl.zeros((BLOCKS, 256), tl.int32)
-    for plane in tl.static_range(KEPT):
-        exists = there & (full | (plane < KEPT - 1))
-        bits = load_plane(planes, plane, blocks, exists, BLOCKS)
-        cells += bits << (3 - plane)
     width = tl.where(full, 0, 1)
-    level = tl.load(levels + width[:, None] * 16 + cells).to(tl.int32)
-    rotated = _rotate_back(level, key_low, key_high, blocks, ROUNDS, BLOCKS).to(tl.float32)
+    if KEPT == 1:
+        signs = load_plane(planes, 0, blocks, there, BLOCKS)
+        level = tl.where(signs != 0, tl.load(levels + 8), tl.load(levels))
+    else:
+        cells = tl.zeros((BLOCKS, 256), tl.int32)
+        for plane in tl.static_range(KEPT):
+            exists = there & (full | (plane < KEPT - 1))
+            bits = load_plane(planes, plane, blocks, exists, BLOCKS)
+            cells += bits << (3 - plane)
+        level = tl.load(levels + width[:, None] * 16 + cells)
+    rotated = _rotate_back(level, key_low, key_high, blocks, ROUNDS, BLOCKS)
     factor = step * tl.load(factors + width)
+    mean = tl.where(good, mean, float("nan"))
     values = mean[:, None] + factor[:, None] * rotated
-    values = tl.where(good[:, None], values, float("nan"))
     write_values(
         destination, values, blocks, first_block, affine, mask, count, TYPE, ACCUMULATE, BLOCKS
     )
