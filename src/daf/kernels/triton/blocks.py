@@ -94,11 +94,22 @@ def widen_bfloat16(patterns):
 
 
 @triton.jit
+def _divide_small(values, divisor):
+    """Return ``values // divisor`` of int32 below 512 by one below 256.
+
+    A multiple of the inverse, rounded up to 20 bits, is too large by less than 512 * 255 / 2**20 of
+    a divisor's part, so the floor is exact.
+    """
+    inverse = (2**20 + divisor - 1) // divisor
+    return (values * inverse) >> 20
+
+
+@triton.jit
 def channels_of(blocks, channels, inner):
     """Return (BLOCKS, 256) int32: each element's channel, its number // inner % channels.
 
-    Numbers of 64 bits are divided once a block. Where a block spans few runs or channels, none of
-    32 bits is divided either.
+    Numbers are divided once a block. A block that spans runs or channels spans 256 at most, so that
+    a comparison or a product finds an element's.
     """
     first = blocks * BLOCK_ELEMENTS
     run = first // inner
@@ -107,11 +118,11 @@ def channels_of(blocks, channels, inner):
     if inner >= BLOCK_ELEMENTS:
         channel += tl.where(place >= inner, 1, 0)
     else:
-        channel += place // inner
-    if channels >= BLOCK_ELEMENTS or inner >= BLOCK_ELEMENTS:
+        channel += _divide_small(place, inner)
+    if channels >= BLOCK_ELEMENTS:
         channel = tl.where(channel >= channels, channel - channels, channel)
     else:
-        channel = channel % channels
+        channel -= _divide_small(channel, channels) * channels
     return channel
 
 
