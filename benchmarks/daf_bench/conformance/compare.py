@@ -60,14 +60,15 @@ class Verdict:
     where: str = ""
 
 
-def gradients_of(work: Work) -> dict[str, Tensor | None]:
-    """Return copies of all gradients by parameter name, dense."""
+def gradients_of(work: Work, *, copied: bool = True) -> dict[str, Tensor | None]:
+    """Return copies of all gradients, or these themselves, by parameter name, dense."""
     found: dict[str, Tensor | None] = {}
     for name, parameter in work.model.named_parameters():
         gradient = parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        found[name] = None if gradient is None else gradient.detach().clone()
+        gradient = None if gradient is None else gradient.detach()
+        found[name] = gradient.clone() if copied and gradient is not None else gradient
     return found
 
 

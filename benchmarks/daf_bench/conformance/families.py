@@ -7,6 +7,7 @@ besides. The loss is the model's own, over labels of which a quarter is ignored.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from daf_bench.conformance.case import Case, Work
+from daf_bench.conformance.vision import load_torchvision
 
 BATCH, LENGTH, VOCABULARY, CLASSES = 6, 16, 96, 4
 IMAGE, CHANNELS, SAMPLES = 32, 3, 1600
@@ -227,6 +229,9 @@ def family_cases() -> list[Case]:
     """
     import transformers
 
+    # Families of images look for it, and some fail where its native operators do not load.
+    with suppress(ImportError):
+        load_torchvision()
     transformers.logging.set_verbosity_error()
     return [
         Case(f"transformers/{family}", partial(build_family, family, task))

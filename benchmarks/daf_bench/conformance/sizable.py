@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from daf_bench.conformance.case import Case, Work
 
-BATCH, LENGTH, WORDS, CLASSES, WIDTH = 16, 64, 1000, 10, 256
+BATCH, LENGTH, WORDS, CLASSES, WIDTH, WIDE = 16, 64, 1000, 10, 256, 2048
 
 
 def sizable_cases() -> list[Case]:
@@ -41,10 +41,10 @@ def _images(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 3, 32, 32), torch.randint(0, CLASSES, (size,))
 
 
-def _encoder(size: int, dropout: float = 0.1) -> Work:
-    layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), encoder, nn.Linear(WIDTH, WORDS))
+def _encoder(size: int, dropout: float = 0.1, layers: int = 4, width: int = WIDTH) -> Work:
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(WORDS, width), encoder, nn.Linear(width, WORDS))
     return Work(model, _words(size), _of_words)
 
 
@@ -79,6 +79,13 @@ def _perceptron(size: int) -> Work:
     return Work(model, batch, _of_words)
 
 
+def _wide_perceptron(size: int) -> Work:
+    """Return a model whose steps take as long as its weights do to read."""
+    layers = [each for _ in range(6) for each in (nn.Linear(WIDE, WIDE), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(WIDE, CLASSES))
+    return Work(model, (torch.randn(size, WIDE), torch.randint(0, CLASSES, (size,))), _of_examples)
+
+
 def _patches(size: int) -> Work:
     layer = nn.TransformerEncoderLayer(192, 3, 768, 0.0, "gelu", batch_first=True, norm_first=True)
     model = nn.Sequential(
@@ -97,9 +104,11 @@ class _Transposed(nn.Module):
 _BUILDERS: dict[str, Callable[[int], Work]] = {
     "encoder": _encoder,
     "encoder_without_dropout": partial(_encoder, dropout=0.0),
+    "deep_encoder": partial(_encoder, layers=12, width=128),
     "lstm": _recurrent,
     "group_norm": partial(_convolutions, partial(nn.GroupNorm, 8)),
     "batch_norm": partial(_convolutions, nn.BatchNorm2d),
     "perceptron": _perceptron,
+    "wide_perceptron": _wide_perceptron,
     "vision_transformer": _patches,
 }

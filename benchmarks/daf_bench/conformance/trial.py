@@ -26,8 +26,10 @@ from daf_bench.conformance.compare import (
     gradients_of,
     length,
 )
+from daf_bench.conformance.tight import train_tightly
 
 Row = dict[str, Any]
+TIGHT = "tight"
 LEVERS = ("split", "replay", "fused", "coded")
 CODED_SEEDS = 8
 EXPECTED_SEEDS = 12
@@ -73,7 +75,7 @@ def try_case(case: Case, seed: int) -> Row:
     except NotApplicableError as error:
         return row | {"outcome": "skipped", "reason": str(error)}
     row |= {"outcome": "tried", "random": judge.is_random, "repeats": judge.is_repeatable}
-    wanted = {"exact": WAYS["exact"], "tight": _tightly} if case.is_sizable else WAYS
+    wanted = {"exact": WAYS["exact"], TIGHT: _tightly} if case.is_sizable else WAYS
     row["ways"] = {name: _tried(judge, name, train) for name, train in wanted.items()}
     row |= {"plain_ms": judge.plain_ms, "examples": ways.examples_in(judge.fresh().batch)}
     return row
@@ -172,28 +174,41 @@ def _verdict(judge: Judge, name: str, outcome: ways.Outcome) -> Verdict | None:
     is_split = "split" in outcome.acted
     plain, is_random = judge.plain, judge.is_random
     if is_split and is_random:
-        found = _without_dropout(judge, name)
-        return _expected(judge, name) if found is None else found
+        is_judged, found = _without_dropout(judge, name)
+        return found if is_judged else _expected(judge, name)
     if is_random and not judge.is_repeatable and judge.spread > MOST_NOISE:
         return None
-    tolerance = TOLERANCE[judge.fresh().precision]
-    with_random = not (is_split and judge.draws)
     noise = min(MOST_NOISE, NOISE_FACTOR * judge.spread)
-    found = compared(plain, outcome.trace, tolerance, with_random=with_random, noise=noise)
+    with_random = not (is_split and judge.draws)
+    return _held(judge, plain, outcome.trace, noise, with_random=with_random)
+
+
+def _held(
+    judge: Judge,
+    plain: Trace,
+    other: Trace,
+    noise: float,
+    *,
+    with_random: bool = False,
+    quiet: bool = False,
+) -> Verdict | None:
+    """Hold a trace against plain's; None where a rounding moves plain itself further."""
+    tolerance = TOLERANCE[judge.fresh().precision]
+    found = compared(plain, other, tolerance, with_random=with_random, noise=noise)
     if found.is_right or math.isinf(found.difference):
         return found
-    rounding = _rounding_noise(judge)
+    rounding = _rounding_noise(judge, plain, quiet=quiet)
     if rounding > MOST_NOISE and found.difference <= rounding:
-        return None  # one unit in the last place moves plain's own training further
+        return None
     noise += min(MOST_NOISE, NOISE_FACTOR * rounding)
-    return compared(plain, outcome.trace, tolerance, with_random=with_random, noise=noise)
+    return compared(plain, other, tolerance, with_random=with_random, noise=noise)
 
 
-def _rounding_noise(judge: Judge) -> float:
+def _rounding_noise(judge: Judge, plain: Trace, *, quiet: bool) -> float:
     """Return how far plain moves when every parameter moves by about its last place."""
     worst = 0.0
     for seed in (1, 2):
-        work = judge.fresh()
+        work = judge.fresh(quiet=quiet)
         noise = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for each in work.model.parameters():
@@ -203,12 +218,12 @@ def _rounding_noise(judge: Judge) -> float:
         seed_all(judge.seed)
         work.reset()
         moved = ways.train_plain(work, judge.rate)
-        worst = max(worst, compared(judge.plain, moved, 0.0, with_random=False).difference)
+        worst = max(worst, compared(plain, moved, 0.0, with_random=False).difference)
     return worst
 
 
-def _without_dropout(judge: Judge, name: str) -> Verdict | None:
-    """Judge a split way of the model with dropout off; None if it is random even so."""
+def _without_dropout(judge: Judge, name: str) -> tuple[bool, Verdict | None]:
+    """Judge a split way of the model with dropout off: False if it is random even so."""
     traces = []
     for seed in (judge.seed, judge.seed + 1):
         work = judge.fresh(quiet=True)
@@ -216,14 +231,11 @@ def _without_dropout(judge: Judge, name: str) -> Verdict | None:
         work.reset()
         traces.append(ways.train_plain(work, judge.rate))
     if not compared(*traces, 0.0, with_random=False).is_bitwise:
-        return None
-    force = FORCED[name]
-    quiet = judge.fresh(quiet=True)
-    outcome = ways.train_in_session(quiet, judge.rate, force, judge.seed, judge.known)
+        return False, None
+    outcome = _tightly(judge, quiet=True) if name == TIGHT else _forced(judge, name, quiet=True)
     if outcome.trace is None:
-        return None
-    tolerance = TOLERANCE[judge.fresh().precision]
-    return compared(traces[0], outcome.trace, tolerance, with_random=False)
+        return False, None
+    return True, _held(judge, traces[0], outcome.trace, 0.0, quiet=True)
 
 
 def _expected(judge: Judge, name: str) -> Verdict:
@@ -316,13 +328,13 @@ FORCED: dict[str, ways.Force] = {
 }
 
 
-def _in_session(force: ways.Force, judge: Judge) -> ways.Outcome:
-    work = judge.fresh()
-    return ways.train_in_session(work, judge.rate, force, judge.seed, judge.known)
+def _forced(judge: Judge, name: str, *, quiet: bool = False) -> ways.Outcome:
+    work = judge.fresh(quiet=quiet)
+    return ways.train_in_session(work, judge.rate, FORCED[name], judge.seed, judge.known)
 
 
-def _tightly(judge: Judge) -> ways.Outcome:
-    return ways.train_tightly(judge.fresh, judge.rate, judge.seed)
+def _tightly(judge: Judge, *, quiet: bool = False) -> ways.Outcome:
+    return train_tightly(partial(judge.fresh, quiet=quiet), judge.rate, judge.seed)
 
 
 def _compressed(options: dict[str, Any], judge: Judge) -> ways.Outcome:
@@ -332,7 +344,7 @@ def _compressed(options: dict[str, Any], judge: Judge) -> ways.Outcome:
 
 
 WAYS: dict[str, Callable[[Judge], ways.Outcome]] = {
-    **{name: partial(_in_session, force) for name, force in FORCED.items()},
+    **{name: partial(_forced, name=name) for name in FORCED},
     "compress exact": partial(_compressed, {"bits": "exact"}),
     "compress fused": partial(_compressed, {"bits": "exact", "fused": True, "chunked": True}),
     "coded compress": partial(_compressed, {"bits": 2}),

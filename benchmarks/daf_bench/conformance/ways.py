@@ -3,12 +3,11 @@
 Every way takes ``QUIET_STEPS`` at a learning rate of 0, then ``LOUD_STEPS`` at a small one. A
 session is given room to spare and ``tolerance=0``. The first one of a case profiles and proves;
 only what its profile offers is forced, by a plan made by hand, since no budget is small enough to
-force a tiny model. Sizable ones also train within a tight budget, under plans of their own.
+force a tiny model. Sizable ones also train within a tight budget (``tight``).
 """
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,6 @@ from daf.core.plan import Plan
 from daf.core.policy import Policy, coded_policy, exact_policy, plain_policy, with_fused_operators
 from daf.core.profile import CallProfile, Profile
 from daf.memory import process_memory
-from daf.planning import planner
 from daf.session.session import Session
 from daf.step.microbatch import batch_size
 from daf_bench.conformance.case import Work, seed_all
@@ -33,9 +31,6 @@ from daf_bench.conformance.compare import Step, Trace, gradients_of
 QUIET_STEPS = 3
 LOUD_STEPS = 2
 ROOM_BYTES = 2 * 10**9
-# A tight budget: between the least and the one that keeps everything, with what two sessions of one
-# process differ in.
-TIGHT_SHARE, SPARE_BYTES = 0.2, 16 * 2**20
 _CODES = frozenset({"rotated", "minmax", "derivative"})
 
 
@@ -168,7 +163,7 @@ def force_codes(offers: Offers, _step: int) -> Plan:
 
 
 @dataclass(eq=False)
-class _Recorder:
+class Recorder:
     """Takes down a way's steps."""
 
     work: Work
@@ -194,7 +189,8 @@ def random_state() -> tuple[int, ...]:
     )
 
 
-def _begin_step(work: Work, optimizer: torch.optim.Optimizer, step: int, rate: float) -> Any:
+def begin_step(work: Work, optimizer: torch.optim.Optimizer, step: int, rate: float) -> Any:
+    """Set the step's learning rate, and return its batch."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0 if step < QUIET_STEPS else rate
     work.before(step)
@@ -217,11 +213,11 @@ def train_compressed(work: Work, rate: float, **options: Any) -> Outcome:
     return Outcome(recorder.trace(), acted)
 
 
-def _train_by_hand(work: Work, rate: float, steps: int, compress: Any) -> _Recorder:
-    optimizer, recorder = work.make_optimizer(rate), _Recorder(work)
+def _train_by_hand(work: Work, rate: float, steps: int, compress: Any) -> Recorder:
+    optimizer, recorder = work.make_optimizer(rate), Recorder(work)
     for step in range(steps):
         optimizer.zero_grad(set_to_none=True)
-        batch = _begin_step(work, optimizer, step, rate)
+        batch = begin_step(work, optimizer, step, rate)
         recorder.note(gradient_by_hand(work, batch, compress))
         optimizer.step()
     return recorder
@@ -254,7 +250,7 @@ def train_in_session(
 
     ``known``: receives what the first session of a case measured and proved; others go on with it.
     """
-    optimizer, recorder = work.make_optimizer(rate), _Recorder(work)
+    optimizer, recorder = work.make_optimizer(rate), Recorder(work)
     budget = process_memory.resident_bytes() + ROOM_BYTES
     with daf.Session(work.model, optimizer, budget, tolerance=0) as session:
         if known:
@@ -270,46 +266,17 @@ def train_in_session(
         if force(offers, 0) is None:
             return Outcome(None, acted, told)
         for step in range(steps):
-            batch = _begin_step(work, optimizer, step, rate)
+            batch = begin_step(work, optimizer, step, rate)
             plan = force(Offers.of(session, batch, known["fusion"]), step)
             if plan is None:
                 return Outcome(None, set(), told)
             session.plan = plan
             report = session.step(batch, work.loss)
             recorder.note(report.loss)
-            acted |= _acted_in(session, report, batch)
+            acted |= acted_in(session, report, batch)
             told["overrun_bytes"] = max(told.get("overrun_bytes", 0), report.overrun_bytes)
         told["above_bytes"] = max(0, session.peak_bytes - budget)
     return Outcome(recorder.trace(), acted, told)
-
-
-def train_tightly(fresh: Callable[[], Work], rate: float, seed: int) -> Outcome:
-    """Train within a budget near the least one, under whatever plans the session makes."""
-    work = fresh()
-    roomy = process_memory.resident_bytes() + ROOM_BYTES
-    with daf.Session(work.model, work.make_optimizer(rate), roomy, tolerance=0) as session:
-        session.prepare(work.batch, work.loss)
-        profile, least = session.profile, session.least_feasible_bytes()
-    assert profile is not None
-    assert least is not None
-    del session, work
-    gc.collect()
-    kept = planner.kept_peak_bytes(profile)
-    room = least - profile.floor_bytes + int(TIGHT_SHARE * max(0, kept - least)) + SPARE_BYTES
-    work = fresh()
-    optimizer, recorder, acted = work.make_optimizer(rate), _Recorder(work), set[str]()
-    budget = process_memory.resident_bytes() + room
-    with daf.Session(work.model, optimizer, budget, tolerance=0) as session:
-        session.prepare(work.batch, work.loss)
-        seed_all(seed)
-        work.reset()
-        for step in range(QUIET_STEPS + LOUD_STEPS):
-            batch = _begin_step(work, optimizer, step, rate)
-            report = session.step(batch, work.loss)
-            recorder.note(report.loss)
-            acted |= _acted_in(session, report, batch)
-        above = max(0, session.peak_bytes - budget)
-    return Outcome(recorder.trace(), acted, {"above_bytes": above})
 
 
 def _prepared(session: Session, work: Work) -> dict[str, Any]:
@@ -337,7 +304,8 @@ def _state(work: Work) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named if not tensor.isnan().any()}
 
 
-def _acted_in(session: Session, report: daf.StepReport, batch: Any) -> set[str]:
+def acted_in(session: Session, report: daf.StepReport, batch: Any) -> set[str]:
+    """Return the levers that acted in a session's last step."""
     acted = _acted_at(site.as_dict() for site in session._capture.sites())
     if report.micro_batch < examples_in(batch) and not split_refusal(session):
         acted.add("split")

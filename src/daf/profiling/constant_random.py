@@ -8,6 +8,7 @@ the two is the mathematics.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,7 @@ _GOLDEN = 0.6180339887498949  # multiples of it spread evenly, so that loops ove
 
 
 class ConstantRandom(DispatchMode):
-    """Every random operator's result is one number; ``dtypes``: of what operators returned."""
+    """Every random operator's result is one number; ``dtypes``: of tensors that operators gave."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -35,15 +36,15 @@ class ConstantRandom(DispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one operator; PyTorch calls this."""
-        options = dict(kwargs or {})
-        if "dropout_p" in options:
-            options["dropout_p"] = 0.0
-        constant = _CONSTANTS.get(func.overloadpacket.__name__)
-        found = func(*args, **options)
+        # Thousands of operators in a pass of a deep model: each line here is a part of its time.
+        if kwargs and "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        found = func(*args, **kwargs) if kwargs else func(*args)
+        constant = _constant(func)
         if constant is not None:
             self._draws += 1
             found = constant(found, 0.5 + self._draws * _GOLDEN, args)
-        if isinstance(found, Tensor) and found.is_floating_point():
+        if isinstance(found, Tensor):
             self.dtypes.add(found.dtype)
         return found
 
@@ -93,3 +94,9 @@ _CONSTANTS: Mapping[str, Constant] = MappingProxyType(
         "native_dropout": _all_kept,
     }
 )
+
+
+@cache
+def _constant(function: Any) -> Constant | None:
+    """Return what fills the results of an operator, if it is a random one."""
+    return _CONSTANTS.get(function.overloadpacket.__name__)

@@ -8,10 +8,9 @@ plain PyTorch, where that fits. Random states, buffers, gradients and training f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -40,11 +39,12 @@ from daf.profiling.profile_assembly import build
 from daf.profiling.replay_proof import ProofLimits, most_ms, prove_replays, refuse_replays
 from daf.profiling.split_choice import CutChooser
 from daf.profiling.step_observer import Observer
+from daf.profiling.step_times import StepTimer, Times, halvings
 from daf.saved_tensors.observation import Observation
 from daf.step.batch_cut import WHOLE
 from daf.step.context import StepContext
 from daf.step.dry_run import EXAMPLES, dry_run
-from daf.step.microbatch import read_loss
+from daf.step.microbatch import drop_gradients, read_loss
 from daf.step.splitting import NOT_PROVEN, SplitChoice
 from daf.step.state_snapshot import preserved_state
 
@@ -83,8 +83,9 @@ class Profiler:
 
     def __post_init__(self) -> None:
         self._refusal, self._least = NOT_PROVEN, 1
-        self.proof_ms = 0.0
+        self.proof_ms = 0.0  # beyond what measuring takes anyway
         self._operators = _Operators()
+        self._proven_ms: dict[int, float] = {}
         self._beside_bytes = 0
 
     def profile(
@@ -123,7 +124,7 @@ class Profiler:
         on_progress: Callable[[str], None],
     ) -> Profile:
         device = device_of(self.model)
-        self._operators = _Operators()
+        self._operators, self._proven_ms = _Operators(), {}
         with preserved_state(self.model, context.loss_fn, gradients=True):
             on_progress("the smallest step, and whether parts add up to the batch")
             smallest = None if own else self._choose_cut(context, budget_bytes)
@@ -170,6 +171,7 @@ class Profiler:
         )
         smallest = chooser.run(context, budget_bytes)
         self.proof_ms += chooser.proof_ms
+        self._proven_ms = chooser.proven_ms
         return smallest
 
     def _expectation(
@@ -233,16 +235,15 @@ class Profiler:
             observer.begin_backward()
             loss.mean.backward()  # type: ignore[no-untyped-call]
         observer.found.process_bytes = self.memory.peak_bytes() - before_bytes
-        self._drop_gradients()
-        self._make_room()
-        self._note_beside()
+        drop_gradients(self.model)
+        self._settle()
         observer.found.plain_bytes = self.capture.stats.plain_peak_bytes
         observer.found.chunk_bytes = policy.chunk_bytes or 0
         return observer.found
 
     def _times(
         self, context: StepContext, observations: list[Observation], budget_bytes: int
-    ) -> _Times:
+    ) -> Times:
         """Time passes with everything kept, and the largest of these steps coded too."""
         largest = observations[-1]
         fitting = [
@@ -251,14 +252,18 @@ class Profiler:
             if self._expected(each, each.examples) + each.plain_bytes <= budget_bytes
         ]
         if not fitting:
-            return _Times(((largest.examples, largest.step_ms),))
-        sizes = fitting if self._refusal else [*_halvings(fitting[-1], self._least)]
+            return Times(((largest.examples, largest.step_ms),))
+        sizes = fitting if self._refusal else [*halvings(fitting[-1], self._least)]
+        timer = StepTimer(
+            self.capture, self.memory, self._operators.of, self._settle, self._proven_ms
+        )
         policy = plain_policy()
-        kept = sorted((n, self._time(context, policy, n)) for n in sizes)
-        return _Times(tuple(kept), self._time(context, TIGHTEST, kept[-1][0]))
+        kept = sorted((n, timer.plainly(context, policy, n)) for n in sizes)
+        self.proof_ms -= timer.spared_ms
+        return Times(tuple(kept), timer.faster_of_two(context, TIGHTEST, kept[-1][0]))
 
     def _replay_refusals(
-        self, context: StepContext, smallest: Observation, times: _Times, budget_bytes: int
+        self, context: StepContext, smallest: Observation, times: Times, budget_bytes: int
     ) -> dict[str, str]:
         """Prove on the smallest step which calls may be replayed, with what room there is."""
         examples = context.info.examples
@@ -279,24 +284,6 @@ class Profiler:
         self.proof_ms += 1000.0 * (time.perf_counter() - start_s)
         self._make_room()
         return found
-
-    def _time(self, context: StepContext, policy: Policy, examples: int) -> float:
-        """Return the faster of two: disturbances only add time."""
-        part = context.first(examples)
-        policy = self._operators.of(policy, examples)
-        found = []
-        for _ in range(2):
-            self.memory.wait()
-            start_s = time.perf_counter()
-            with self.capture.step(policy, seed=0, step_index=0, batch=part):
-                loss = read_loss(context.loss_fn(self.model, part), examples)
-            loss.mean.backward()  # type: ignore[no-untyped-call]
-            self.memory.wait()
-            found.append(1000.0 * (time.perf_counter() - start_s))
-            self._drop_gradients()
-        self._make_room()
-        self._note_beside()
-        return min(found)
 
     def _profile(
         self,
@@ -365,19 +352,12 @@ class Profiler:
         self.keeper.flush()
 
     def _recover(self) -> None:
-        self._drop_gradients()
+        drop_gradients(self.model)
         self._make_room()
 
-    def _drop_gradients(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None
-
-
-class _Times(NamedTuple):
-    """``kept``: (examples, ms) with everything kept; ``coded_ms``: the largest of them coded."""
-
-    kept: tuple[tuple[int, float], ...]
-    coded_ms: float | None = None
+    def _settle(self) -> None:
+        self._make_room()
+        self._note_beside()
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,13 +384,6 @@ TIGHTEST_BITS = 1
 TIGHTEST = coded_policy(TIGHTEST_BITS)
 
 
-def _halvings(examples: int, least: int) -> Iterator[int]:
-    while examples > least:
-        yield examples
-        examples //= 2
-    yield least
-
-
 def probe_sizes(examples: int) -> tuple[int, ...]:
     """Return an eighth and a quarter of the batch, at least 2 (batch norm) and 4 examples."""
     larger = min(examples, max(2 * LEAST_WITH_STATISTICS, examples // 4))
@@ -422,6 +395,6 @@ def _sizes_within(
     wanted: Sequence[int], expected: Expectation, budget_bytes: int, least: int = 1
 ) -> tuple[int, ...]:
     """Return as many of the largest sizes, or halves of the smallest, as fit; at least one."""
-    sizes = sorted({*wanted, *_halvings(wanted[0], least)})
+    sizes = sorted({*wanted, *halvings(wanted[0], least)})
     fitting = [size for size in sizes if expected(size) <= budget_bytes]
     return tuple(fitting[-len(wanted) :] or sizes[:1])

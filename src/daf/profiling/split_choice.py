@@ -50,7 +50,12 @@ class CutChooser:
     expected: Callable[[Observation, int], float]
     recover: Callable[[], None]
     allow_statistics: bool
-    proof_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.proof_ms = 0.0
+        self._pass_ms: dict[int, float] = {}
+        self.proven_ms = self._pass_ms  # of a plain step in the choice's proof, by examples
+        self._is_warm = False
 
     def run(self, context: StepContext, budget_bytes: float) -> Observation | None:
         """Make the context's choice; return the smallest step, or None where no part runs."""
@@ -67,6 +72,7 @@ class CutChooser:
             choice = self._judged(context, found, budget_bytes)
             if best is None or not choice.refusal:
                 best = choice, found
+                self.proven_ms = self._pass_ms
             if not choice.refusal:
                 break
         if best is None:
@@ -85,7 +91,9 @@ class CutChooser:
             if least > context.info.examples:
                 break
             try:
-                self.observe(context, least)  # once unmeasured: libraries load in a first step
+                if not self._is_warm:  # once unmeasured: libraries load in a first step
+                    self.observe(context, least)
+                    self._is_warm = True
                 return self.observe(context, least)
             except (DafError, MemoryError, torch.OutOfMemoryError):
                 raise
@@ -96,6 +104,7 @@ class CutChooser:
     def _judged(self, context: StepContext, found: Observation, budget_bytes: float) -> SplitChoice:
         """Return the context's cut with its weights, and why training may not use it."""
         cut, splitting, size = context.choice.cut, context.splitting, context.info.examples
+        self._pass_ms = {}
         statistics = "" if self.allow_statistics else split_refusal(self.model)
         if splitting.split is False or statistics:
             return SplitChoice(cut, refusal=FORBIDDEN if splitting.split is False else statistics)
@@ -113,6 +122,7 @@ class CutChooser:
         weighing, refusal = proof.run(context.batch, cut, examples)
         self.recover()
         self.proof_ms += 1000.0 * (time.perf_counter() - start_s)
+        self._pass_ms = proof.pass_ms
         if splitting.is_promised:
             return SplitChoice(cut, weighing)
         return SplitChoice(cut, weighing, refusal, frozenset(proof.functions))

@@ -9,9 +9,9 @@ weights that are not the examples', or a dimension that is none of examples.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,13 @@ from daf.core.errors import SplitError
 from daf.profiling.constant_random import ConstantRandom
 from daf.step.batch_cut import BatchCut
 from daf.step.loss_weights import LossWeights, PartWeights, Weighing, parameter_names
-from daf.step.microbatch import LossFunction, WeightedLoss, read_loss, scale_gradients
+from daf.step.microbatch import (
+    LossFunction,
+    WeightedLoss,
+    drop_gradients,
+    read_loss,
+    scale_gradients,
+)
 from daf.step.parameter_writes import ParameterWrites
 from daf.step.state_snapshot import StateSnapshot
 from daf.torch_compat.compiler_stance import eagerly
@@ -40,6 +46,7 @@ class _Trial(NamedTuple):
     refusal: str
     has_divisors: bool  # its mean divides by something that an operator told
     adds_up: bool = False  # the parts' losses are the whole's, without any weights
+    tells_apart: bool = True  # this way from weighing by examples
 
 
 _DRAWN = "it draws from a generator of its own, which its parts would do several times"
@@ -56,6 +63,7 @@ class SplitProof:
         self._snapshot = StateSnapshot(model, loss_fn)
         self._dtypes: set[torch.dtype] = set()
         self.functions: set[str] = set()  # that ran in forward passes
+        self.pass_ms: dict[int, float] = {}  # the fastest forward and backward, by examples
 
     def run(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
         """Return how parts are weighed, and "" or why they do not add up; restores the model.
@@ -77,7 +85,7 @@ class SplitProof:
         finally:
             self._snapshot.restore()
             writes.restore()
-            self._drop_gradients()
+            drop_gradients(self._model)
 
     def _proven(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
         weighing = Weighing.LOSS
@@ -87,6 +95,8 @@ class SplitProof:
         elif found.refusal:
             weighing = Weighing.EXAMPLES
             found = self._trial(batch, cut, examples, weighing)
+        elif not found.tells_apart:
+            weighing = Weighing.EXAMPLES
         if found.refusal and found.adds_up:
             summed = self._trial(batch, cut, examples, Weighing.SUM)
             if not summed.refusal:
@@ -98,15 +108,18 @@ class SplitProof:
 
         So one gradient is held throughout.
         """
-        weights, disturbed, has_divisors = PartWeights(weighing), weighing is Weighing.LOSS, False
-        self._drop_gradients()
+        middle = _middle(examples, cut.least)
+        weights, has_divisors = PartWeights(weighing), False
+        disturbed = middle if weighing is Weighing.LOSS else 0
+        drop_gradients(self._model)
         self._snapshot.restore()
         joined = weight = unweighed = 0.0
-        for start, stop in pairwise((0, _middle(examples, cut.least), examples)):
+        for start, stop in ((0, middle), (middle, examples)):
             self._snapshot.restore_random()
             part, size = cut.take(batch, start, stop), stop - start
-            with self._constantly():
-                loss, divisors = self._forward(part, size, disturbed=disturbed and start == 0)
+            with self._constantly(size):
+                loss, operators = self._forward(part, size, 0 if start else disturbed)
+                divisors = operators.divisors
                 has_divisors = has_divisors or bool(divisors and not loss.is_sum)
                 unweighed += 0.0 if loss.is_sum else loss.total.item()
                 loss = weights.weighed(loss, divisors)
@@ -123,29 +136,34 @@ class SplitProof:
         written, lengths = self._buffers(), self._lengths() / weight
         scale_gradients([*self._model.parameters()], -1.0 / weight)
         self._snapshot.restore()
-        with self._constantly():
-            mean = self._forward(batch, examples, disturbed=disturbed)[0].mean
+        with self._constantly(examples):
+            loss, operators = self._forward(batch, examples, disturbed)
+            mean = loss.mean
             mean.backward()  # type: ignore[no-untyped-call]
         refusal = _different_buffer(self._buffers(), written)
         refusal = refusal or self._apart(lengths, mean.item(), joined / weight, examples)
         adds_up = math.isclose(unweighed, mean.item(), rel_tol=self._tolerance()[0])
-        return _Trial(refusal, has_divisors, adds_up)
+        tells_apart = not (operators.has_too_few and weights.has_like_shares())
+        return _Trial(refusal, has_divisors, adds_up, tells_apart)
 
     def _forward(
-        self, batch: Any, examples: int, *, disturbed: bool
-    ) -> tuple[WeightedLoss, list[Tensor]]:
-        """Return the loss, and what its operators divide by."""
+        self, batch: Any, examples: int, disturbed: int
+    ) -> tuple[WeightedLoss, LossWeights]:
+        """Return the loss, and what was read of its operators."""
         names = parameter_names(self._model)
         with LossWeights(examples, disturbed=disturbed, names=names) as operators:
             loss = read_loss(self._loss_fn(self._model, batch), examples)
         self.functions |= operators.functions
-        return loss, operators.divisors
+        return loss, operators
 
     @contextmanager
-    def _constantly(self) -> Iterator[None]:
+    def _constantly(self, examples: int) -> Iterator[None]:
         """Run one pass inside, backward too: checkpoints run again there."""
+        start_s = time.perf_counter()
         with torch.enable_grad(), eagerly(), ConstantRandom() as random:
             yield
+        passed_ms = 1000.0 * (time.perf_counter() - start_s)
+        self.pass_ms[examples] = min(passed_ms, self.pass_ms.get(examples, passed_ms))
         self._dtypes |= random.dtypes
 
     def _apart(self, lengths: Tensor, whole: float, joined: float, examples: int) -> str:
@@ -177,10 +195,6 @@ class SplitProof:
 
     def _buffers(self) -> dict[str, Tensor]:
         return {name: each.detach().clone() for name, each in self._model.named_buffers()}
-
-    def _drop_gradients(self) -> None:
-        for parameter in self._model.parameters():
-            parameter.grad = None
 
     @contextmanager
     def _without_statistics(self) -> Iterator[None]:

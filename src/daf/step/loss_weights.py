@@ -57,14 +57,16 @@ class LossWeights(TorchFunctionMode):
 
     ``names``: of parameters, by identity; those that run with a function are noted too.
     ``disturbed``: first ignore half of the first example's labels, of ``examples``: a proof with
-    these labels shows what the loss is a mean over, where no label happens to be ignored.
+    these labels shows what the loss is a mean over, where no label happens to be ignored. It is
+    how many examples a part has that begins there: where these have one label, none is ignored
+    (``has_too_few``).
     """
 
     def __init__(
         self,
         examples: int = 1,
         *,
-        disturbed: bool = False,
+        disturbed: int = 0,
         names: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         super().__init__()
@@ -72,6 +74,7 @@ class LossWeights(TorchFunctionMode):
         self.divisors: list[Tensor] = []
         self.functions: set[str] = set()  # whose results have gradients
         self.branches: list[bool] = []  # that tensors' values decided
+        self.has_too_few = False
         self._examples = examples
         self._disturbed = disturbed
 
@@ -115,7 +118,10 @@ class LossWeights(TorchFunctionMode):
         if not isinstance(target, Tensor) or target.is_floating_point() or target.dim() == 0:
             return target
         rows = target.numel() // self._examples
-        if rows * self._examples != target.numel() or target.numel() < 2:
+        if rows * self._examples != target.numel():
+            return target
+        if rows * self._disturbed < 2:
+            self.has_too_few = True
             return target
         changed = target.clone()
         changed.view(-1)[: max(1, rows // 2)] = call.ignore_index
@@ -175,24 +181,27 @@ class PartWeights:
         """
         if len(self._ways) > 1 and len(self._branches) > 1:
             raise SplitError("its parts take different ways through the model")
-        first: tuple[float, ...] | None = None
-        if self._weighing is Weighing.SUM:
-            return
-        for examples, divisors in self._divisors:
-            each = tuple(float(divisor) for divisor in divisors)
-            if self._weighing is Weighing.LOSS:
-                if len({*each}) != 1:
+        if self._weighing is Weighing.LOSS:
+            for _, divisors in self._divisors:
+                each = {float(divisor) for divisor in divisors}
+                if len(each) != 1:
                     raise SplitError(
-                        f"its loss operators divide by {list(each)}, where one weight was seen"
+                        f"its loss operators divide by {[*map(float, divisors)]}, where one weight "
+                        "was seen"
                     )
-                continue
-            shares = tuple(divisor / examples for divisor in each)
-            first = first or shares
-            if not all(each) or not _are_alike(shares, first):
-                raise SplitError(
-                    "its parts have different shares of labels that count, and the loss is no "
-                    "plain mean over these; return (sum, weight) from loss_fn"
-                )
+        elif self._weighing is Weighing.EXAMPLES and not self.has_like_shares():
+            raise SplitError(
+                "its parts have different shares of labels that count, and the loss is no "
+                "plain mean over these; return (sum, weight) from loss_fn"
+            )
+
+    def has_like_shares(self) -> bool:
+        """True if the loss operators of all parts divide by as much for each example."""
+        shares = [
+            tuple(float(divisor) / examples for divisor in divisors)
+            for examples, divisors in self._divisors
+        ]
+        return all(all(each) and _are_alike(each, shares[0]) for each in shares)
 
 
 def _are_alike(shares: tuple[float, ...], first: tuple[float, ...]) -> bool:

@@ -118,3 +118,9 @@ def scale_gradients(parameters: list[nn.Parameter], factor: float) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Leave no parameter a gradient."""
+    for parameter in model.parameters():
+        parameter.grad = None

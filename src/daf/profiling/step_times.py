@@ -1,0 +1,81 @@
+"""Times small steps; one that a proof has run already is not run a second time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from daf.capture.capture import Capture
+from daf.core.policy import Policy
+from daf.memory.domain import MemoryDomain
+from daf.step.context import StepContext
+from daf.step.microbatch import drop_gradients, read_loss
+
+# A time this many times longer than another of the same step may be another process's doing.
+DISTURBED = 1.5
+
+
+class Times(NamedTuple):
+    """``kept``: (examples, ms) with everything kept; ``coded_ms``: the largest of them coded."""
+
+    kept: tuple[tuple[int, float], ...]
+    coded_ms: float | None = None
+
+
+@dataclass(eq=False)
+class StepTimer:
+    """Times steps of a model by its capture.
+
+    Args:
+        planned: the policy of a step of so many examples, with the operators that it will have.
+        settle: notes and frees what steps left, once no gradient is left.
+        proven_ms: of a plain step that a proof ran, by examples.
+    """
+
+    capture: Capture
+    memory: MemoryDomain
+    planned: Callable[[Policy, int], Policy]
+    settle: Callable[[], None]
+    proven_ms: Mapping[int, float]
+    spared_ms: float = 0.0  # by what proofs ran already
+
+    def plainly(self, context: StepContext, policy: Policy, examples: int) -> float:
+        """Return the time of a step with everything kept (ms).
+
+        A step that takes about what the proof's own took was not disturbed, and is not run again.
+        """
+        found_ms = self._once(context, policy, examples)
+        if found_ms <= DISTURBED * self.proven_ms.get(examples, 0.0):
+            self.spared_ms += found_ms
+        else:
+            found_ms = min(found_ms, self._once(context, policy, examples))
+        self.settle()
+        return found_ms
+
+    def faster_of_two(self, context: StepContext, policy: Policy, examples: int) -> float:
+        """Return the time of a step (ms): disturbances only add time."""
+        found_ms = min(self._once(context, policy, examples) for _ in range(2))
+        self.settle()
+        return found_ms
+
+    def _once(self, context: StepContext, policy: Policy, examples: int) -> float:
+        part, policy = context.first(examples), self.planned(policy, examples)
+        self.memory.wait()
+        start_s = time.perf_counter()
+        with self.capture.step(policy, seed=0, step_index=0, batch=part):
+            loss = read_loss(context.loss_fn(self.capture.model, part), examples)
+        loss.mean.backward()  # type: ignore[no-untyped-call]
+        self.memory.wait()
+        passed_ms = 1000.0 * (time.perf_counter() - start_s)
+        drop_gradients(self.capture.model)
+        return passed_ms
+
+
+def halvings(examples: int, least: int) -> Iterator[int]:
+    """Yield ``examples`` and its halves down to ``least``, which ends them."""
+    while examples > least:
+        yield examples
+        examples //= 2
+    yield least
