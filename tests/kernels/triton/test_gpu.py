@@ -51,6 +51,12 @@ INPUTS = ("smooth", "wild", "mixed", "broken")
 COUNTS = (5, 2049) if INTERPRETED else (1, 17, 255, 256, 257, 5000, 70_001, 2**21)
 RAGGED = (1, 255, 256, 257, 512)  # about the ends of blocks; 2049 ends in a lone element
 VALUE_COUNTS = tuple(sorted({*COUNTS, *RAGGED}))
+# The interpreter takes a second for each of these.
+IN_TURNS = [
+    (kind, bits, rounds)
+    for kind, bits, rounds in itertools.product(TYPES, (1, 2, 3, 4), (1, 2))
+    if not INTERPRETED or (bits % 3 == kind and (rounds == 1 or bits == 4))
+]
 MANY = 64 * 256 + 300  # more than one program, even where the interpreter's tiles are wide
 
 
@@ -99,6 +105,22 @@ def test_rotated_codes_and_values_are_the_oracle_s(cases, bits, rounds, kind) ->
         if INTERPRETED and count != 257:  # a call takes as long whatever it is of
             kept_planes = (1 + place % bits,)
         check_rotated(source, kind, bits, rounds, KEY, kept_planes)
+
+
+@pytest.mark.parametrize(("kind", "bits", "rounds"), IN_TURNS)
+def test_in_turns_usual_blocks_and_others_are_the_oracle_s(
+    cases, bits, rounds, kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large tensors are coded: two kernels, of several turns. The tiny are unusual blocks."""
+    monkeypatch.setattr(triton_codecs, "_ELEMENTS_FOR_TURNS", 1)
+    monkeypatch.setattr("daf.kernels.triton.launch._INTERPRETER_BLOCKS", 2)
+    for count in (1500,) if INTERPRETED else (257, 5000, 70_001):
+        ordinary = cases.as_type(cases.smooth(count), kind)
+        check_rotated(ordinary, kind, bits, rounds, KEY, (bits,))
+        among = cases.as_type(cases.mixed(count), kind)
+        among[: count // 2] = ordinary[: count // 2]
+        among[256:512] = 0
+        check_rotated(among, kind, bits, rounds, KEY, (1 + bits // 2, bits))
 
 
 @settings(max_examples=20, deadline=None)

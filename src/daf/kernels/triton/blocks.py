@@ -167,7 +167,7 @@ def tree_sum(values, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _hadamard_matrix():
+def hadamard_matrix():
     """Return (16, 16) fp16: 1 or -1 by the parity of the bits that row and column share."""
     shared = tl.arange(0, 16)[:, None] & tl.arange(0, 16)[None, :]
     shared ^= shared >> 2
@@ -176,17 +176,16 @@ def _hadamard_matrix():
 
 
 @triton.jit
-def hadamard(values, BLOCKS: tl.constexpr, NARROW: tl.constexpr):
+def hadamard(values, matrix, BLOCKS: tl.constexpr, NARROW: tl.constexpr):
     """Transform rows of (BLOCKS, 256) float32 integers: unnormalised Hadamard, natural order.
 
-    With a row as a square of 16, the transform is H X H, and matrix units do both products. They
-    add integers below 2**24 exactly. Their operands are fp16, which holds integers up to 2048: the
-    values must be such, and so must those of H X if ``NARROW``. Otherwise H X, of at most
-    2**22, is the sum of what fp16 keeps of it and of the rest. Any four bits of the place may span
-    a side of the square: the upper three come lowest, as lanes that load a row side by side hold
-    these in registers of their own.
+    ``matrix`` is ``hadamard_matrix``, the transform of 16. With a row as a square of 16, the
+    transform is H X H, and matrix units do both products. They add integers below 2**24 exactly.
+    Their operands are fp16, which holds integers up to 2048: the values must be such, and so must
+    those of H X if ``NARROW``. Otherwise H X, of at most 2**22, is the sum of what fp16 keeps of it
+    and of the rest. Any four bits of the place may span a side of the square: the upper three come
+    lowest, as lanes that load a row side by side hold these in registers of their own.
     """
-    matrix = _hadamard_matrix()
     square = tl.permute(tl.reshape(values.to(tl.float16), (BLOCKS, 8, 2, 16)), (0, 3, 2, 1))
     columns = tl.permute(tl.reshape(square, (BLOCKS * 16, 16)), (1, 0))
     half = tl.permute(tl.reshape(tl.dot(matrix, columns), (16, BLOCKS, 16)), (1, 0, 2))

@@ -22,6 +22,7 @@ from daf.kernels.cpu.checks import check_key, check_member, check_resident
 from daf.kernels.normalisation import Channels, CodedValues, Decoding
 from daf.kernels.triton import bit_codecs, minmax, rotated
 from daf.kernels.triton.launch import (
+    Tile,
     affine_of,
     base_halves,
     elements_in,
@@ -35,17 +36,24 @@ from daf.kernels.triton.launch import (
 )
 from daf.kernels.triton.planes import DevicePlanes
 
-_ENCODERS = {Codec.ROTATED: rotated.encode_rotated, Codec.MINMAX: minmax.encode_minmax}
+_ELEMENTS_FOR_TURNS = 2**22  # a thousand programs
 _DECODERS = {Codec.ROTATED: rotated.decode_rotated, Codec.MINMAX: minmax.decode_minmax}
 
 
 def encode_values(code: CodedValues, source: Tensor, affine: Channels | None) -> None:
     """Write the headers, and the planes that each run has, of ``affine`` of the source."""
     planes = _checked(code.codec, code.planes)
-    tables: dict[str, Any] = {}
-    if code.codec is Codec.ROTATED:
-        tables = {"table": magnitudes_on(source.device, planes.bits), **_runs(code)}
-    _encode(_ENCODERS[code.codec], source, planes, code.key, affine, **tables)
+    if code.codec is Codec.MINMAX:
+        _encode(minmax.encode_minmax, source, planes, code.key, affine)
+        return
+    options = {"table": magnitudes_on(source.device, planes.bits), **_runs(code)}
+    passes, options["tile"] = [rotated.ALL_BLOCKS], Tile(blocks=2)
+    if planes.elements >= _ELEMENTS_FOR_TURNS:
+        passes = [rotated.USUAL_BLOCKS, rotated.UNUSUAL_BLOCKS]
+        options["tile"] = Tile(blocks=2, turns=8, registers=80 if planes.bits < 3 else 128)
+    for which in passes:
+        options["WHICH"] = which.value
+        _encode(rotated.encode_rotated, source, planes, code.key, affine, **options)
 
 
 def decode_values(code: CodedValues, decoding: Decoding) -> None:
@@ -58,6 +66,8 @@ def decode_values(code: CodedValues, decoding: Decoding) -> None:
         check_member("kept planes", planes.kept, range(1, planes.bits + 1))
         if planes.kept == 1 and planes.full_runs < planes.runs:
             raise KernelError("asked to decode runs without a plane; each needs its first at least")
+        if planes.elements >= _ELEMENTS_FOR_TURNS:
+            options["tile"] = Tile(blocks=4, turns=4, registers=80)
         levels, factors = levels_on(out.device, planes.bits, planes.kept)
         check_key(code.key)
         options |= {"levels": levels, "factors": factors, **_runs(code), **key_halves(code.key)}
@@ -197,7 +207,7 @@ def _checked(codec: Codec, planes: DevicePlanes) -> DevicePlanes:
     check_member("bits", planes.bits, CODEC_BITS[codec])
     if codec is not Codec.ROTATED:
         check_resident(planes)
-    if codec in _ENCODERS and planes.headers is None:
+    if codec in _DECODERS and planes.headers is None:
         raise KernelError("asked for a value code without headers; allocate them with the planes")
     return planes
 

@@ -25,11 +25,20 @@ except ImportError as problem:  # an installation without the extra
         "asked for the GPU kernels, found no triton; install DAF with its extra: daf-train[gpu]"
     ) from problem
 
-# A program of blocks is one warp: what it sums and packs never leaves the warp, so no lane waits.
-_TILE_BLOCKS = 4  # of 256 elements
-_TILE_WARPS = 1
-_WARPS = 4  # of any other program
+_WARPS = 4  # of a program that is not of blocks
 _INTERPRETER_BLOCKS = 64  # at most: the interpreter spends as much on calls as on elements
+
+
+class Tile(NamedTuple):
+    """What one program of a kernel of blocks does; it is one warp.
+
+    What is summed and packed in a warp never leaves it, so no lane waits. Fewer blocks at once
+    leave registers for more warps; in several turns they share what a program sets up.
+    """
+
+    blocks: int = 4  # of 256 elements, at once
+    turns: int = 1
+    registers: int | None = None  # at most, for a lane; None: as the compiler likes
 
 
 class Affine(NamedTuple):
@@ -122,18 +131,28 @@ def _check_count(tensor: Tensor, count: int) -> None:
 
 
 def launch(
-    kernel: Any, count: int, device: torch.device, first_block: int | None = None, **arguments: Any
+    kernel: Any,
+    count: int,
+    device: torch.device,
+    first_block: int | None = None,
+    tile: Tile = Tile(),  # noqa: B008
+    **arguments: Any,
 ) -> None:
     """Run a kernel over the blocks of ``count`` elements, from ``first_block`` if it takes one."""
     if count == 0:
         return
-    interpreted = isinstance(kernel, InterpretedFunction)
-    blocks = _interpreter_blocks(count) if interpreted else _TILE_BLOCKS
-    grid = (-(-block_count(count) // blocks),)
+    blocks, turns = tile.blocks, tile.turns
+    if "TURNS" in kernel.arg_names:
+        arguments["TURNS"] = turns
+    if isinstance(kernel, InterpretedFunction):
+        blocks = _interpreter_blocks(count)
+    elif tile.registers is not None and torch.version.hip is None:
+        arguments["maxnreg"] = tile.registers
+    grid = (-(-block_count(count) // (blocks * turns)),)
     if first_block is not None:
         count += first_block * BLOCK_ELEMENTS
         arguments["first_block"] = first_block
-    on_device(kernel, grid, device, _TILE_WARPS, **arguments, count=count, BLOCKS=blocks)
+    on_device(kernel, grid, device, 1, **arguments, count=count, BLOCKS=blocks)
 
 
 def on_device(

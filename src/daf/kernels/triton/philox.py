@@ -35,12 +35,17 @@ def philox_words(key_low, key_high, blocks, calls, STREAM: tl.constexpr):
 
 
 @triton.jit
-def sign_bits(key_low, key_high, blocks, TURN: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return (BLOCKS, 256) int32, of which bit 31 is set where a round changes the sign."""
+def sign_words(key_low, key_high, blocks, TURN: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return (BLOCKS, 8) int32: bits that are set where round TURN of the rotation negates."""
     calls = tl.arange(0, 2) + 2 * TURN
     word0, word1, word2, word3 = philox_words(key_low, key_high, blocks, calls, 0)
     quads = tl.join(tl.join(word0, word2), tl.join(word1, word3))  # block, call, bit 1, bit 0
-    words = tl.reshape(quads, (BLOCKS, 8)).to(tl.int32, bitcast=True)
+    return tl.reshape(quads, (BLOCKS, 8)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def spread_signs(words, BLOCKS: tl.constexpr):
+    """Return (BLOCKS, 256) int32, of which bit 31 is set where the element is negated."""
     lane = tl.arange(0, 32)
     upwards = 31 - (lane // 2 + 16 * (lane % 2))
     return tl.reshape(words[:, :, None] << upwards[None, None, :], (BLOCKS, 256))

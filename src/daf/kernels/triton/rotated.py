@@ -8,6 +8,8 @@ import triton.language as tl
 from daf.kernels.triton.blocks import (
     bit_words,
     hadamard,
+    hadamard_matrix,
+    header_place,
     is_finite_bfloat16,
     joined_headers,
     load_headers,
@@ -17,13 +19,12 @@ from daf.kernels.triton.blocks import (
     prescale_of,
     store_headers,
     store_words,
-    tile,
-    tile_blocks,
     tree_sum,
+    which_exist,
     widen_bfloat16,
     write_values,
 )
-from daf.kernels.triton.philox import flip_signs, sign_bits
+from daf.kernels.triton.philox import flip_signs, sign_words, spread_signs
 
 _LEAST_ENERGY = tl.constexpr(2.0**-60)
 _GREATEST_ENERGY = tl.constexpr(2.0**60)
@@ -31,6 +32,9 @@ _LENGTH = tl.constexpr(2000.0)
 _LENGTH_TIMES_UNIT = tl.constexpr(2000.0 * 2048.0)
 _TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it drops the fraction
 _LEVELS = tl.constexpr(8)  # where a table's levels begin, behind its thresholds
+# Which blocks a kernel encodes, and the header of one that is left to another kernel.
+ALL_BLOCKS, USUAL_BLOCKS, UNUSUAL_BLOCKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_UNUSUAL = tl.constexpr(-1)
 
 
 @triton.jit
@@ -51,7 +55,10 @@ def _is_ordinary(energy):
 
 @triton.jit
 def _centre_any(values, valid, real_count, BLOCKS: tl.constexpr):
-    """Do the same, prescaled if the energy asks for it; then the prescale's inverse, all finite?"""
+    """Do the same, prescaled if the energy asks for it.
+
+    Also return the prescale's inverse, whether all are finite, and that these blocks are coded.
+    """
     one = real_count * 0.0 + 1.0
     _, _, energy = _centre(values, valid, real_count, one, one, BLOCKS)
     ordinary = _is_ordinary(energy)
@@ -59,29 +66,21 @@ def _centre_any(values, valid, real_count, BLOCKS: tl.constexpr):
     prescale, unscale = tl.where(ordinary, one, prescale), tl.where(ordinary, one, unscale)
     known = tl.where(finite[:, None], values, 0.0)
     centred, mean, energy = _centre(known, valid, real_count, prescale, unscale, BLOCKS)
-    return centred, mean, energy, unscale, finite
+    return centred, mean, energy, unscale, finite, one > 0.0
 
 
 @triton.jit
 def _centre_usual(values, real_count, BLOCKS: tl.constexpr):
-    """Do the same for whole blocks of an ordinary energy, whose elements are finite therefore.
+    """Do the same for whole blocks of an ordinary energy; lastly, which are such.
 
-    Also return whether the blocks are such.
+    Their elements are finite: the energy would not be.
     """
     mean = nearest_bfloat16(tree_sum(values, BLOCKS) * 0.00390625)
     centred = values - widen_bfloat16(mean)[:, None]
     energy = tree_sum(centred * centred, BLOCKS)
-    return centred, mean, energy, _is_ordinary(energy) & (real_count == 256.0)
-
-
-@triton.jit
-def _centre_tile(values, valid, real_count, BLOCKS: tl.constexpr):
-    """Return what ``_centre_any`` does, in one pass where every block is usual."""
-    centred, mean, energy, usual = _centre_usual(values, real_count, BLOCKS)
-    unscale, finite = real_count * 0.0 + 1.0, real_count > 0.0
-    if tl.min(usual.to(tl.int32), axis=0) == 0:
-        centred, mean, energy, unscale, finite = _centre_any(values, valid, real_count, BLOCKS)
-    return centred, mean, energy, unscale, finite
+    one = real_count * 0.0 + 1.0
+    usual = _is_ordinary(energy) & (real_count == 256.0)
+    return centred, mean, energy, one, one > 0.0, usual
 
 
 @triton.jit
@@ -97,27 +96,49 @@ def _between_rounds(values, signs):
 
 
 @triton.jit
-def _rotate(values, key_low, key_high, blocks, ROUNDS: tl.constexpr, BLOCKS: tl.constexpr):
-    values = flip_signs(values, sign_bits(key_low, key_high, blocks, 0, BLOCKS))
-    values = hadamard(values, BLOCKS, NARROW=False)
+def _words_of_turns(key_low, key_high, first, TURNS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return (TURNS * BLOCKS, 8) signs of each round: made at once, they keep every lane busy."""
+    blocks = first + tl.arange(0, TURNS * BLOCKS)
+    words = sign_words(key_low, key_high, blocks, 0, TURNS * BLOCKS)
+    return words, sign_words(key_low, key_high, blocks, 1, TURNS * BLOCKS)
+
+
+@triton.jit
+def _signs_of_turn(words, turn, TURNS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the signs of a turn's elements."""
+    if TURNS > 1:
+        own = tl.arange(0, TURNS)[:, None, None] == turn
+        words = tl.sum(tl.where(own, tl.reshape(words, (TURNS, BLOCKS, 8)), 0), axis=0)
+    return spread_signs(words, BLOCKS)
+
+
+@triton.jit
+def _rotate(
+    values, matrix, words, turn, ROUNDS: tl.constexpr, TURNS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    values = flip_signs(values, _signs_of_turn(words[0], turn, TURNS, BLOCKS))
+    values = hadamard(values, matrix, BLOCKS, NARROW=False)
     if ROUNDS == 2:
-        values = _between_rounds(values, sign_bits(key_low, key_high, blocks, 1, BLOCKS))
-        values = hadamard(values, BLOCKS, NARROW=False)
+        values = _between_rounds(values, _signs_of_turn(words[1], turn, TURNS, BLOCKS))
+        values = hadamard(values, matrix, BLOCKS, NARROW=False)
     return values
 
 
 @triton.jit
-def _rotate_back(values, key_low, key_high, blocks, ROUNDS: tl.constexpr, BLOCKS: tl.constexpr):
+def _rotate_back(
+    values, matrix, words, turn, ROUNDS: tl.constexpr, TURNS: tl.constexpr, BLOCKS: tl.constexpr
+):
     """Levels are at most 127, so that sums of sixteen are narrow."""
-    values = hadamard(values, BLOCKS, NARROW=True)
+    values = hadamard(values, matrix, BLOCKS, NARROW=True)
     if ROUNDS == 2:
-        values = _between_rounds(values, sign_bits(key_low, key_high, blocks, 1, BLOCKS))
-        values = hadamard(values, BLOCKS, NARROW=False)
-    return flip_signs(values, sign_bits(key_low, key_high, blocks, 0, BLOCKS))
+        values = _between_rounds(values, _signs_of_turn(words[1], turn, TURNS, BLOCKS))
+        values = hadamard(values, matrix, BLOCKS, NARROW=False)
+    return flip_signs(values, _signs_of_turn(words[0], turn, TURNS, BLOCKS))
 
 
 @triton.jit
 def _choose2(table, bit, FIRST: tl.constexpr, STEP: tl.constexpr):
+    """Return an entry by a bit: a gather would bring its own order of lanes."""
     return tl.where(bit, tl.load(table + FIRST + STEP), tl.load(table + FIRST))
 
 
@@ -140,8 +161,9 @@ def _find_cells(rotated, table, BITS: tl.constexpr):
     Cells lie symmetrically, so magnitudes decide; of negative numbers, lower bits are inverted.
     """
     size = tl.abs(rotated)
+    cell = tl.zeros(size.shape, tl.int32)
     if BITS == 1:
-        level, cell = tl.load(table + _LEVELS), size.to(tl.int32, bitcast=True) * 0
+        level = tl.load(table + _LEVELS)
     elif BITS == 2:
         bit2 = size >= tl.load(table)
         level, cell = _choose2(table, bit2, _LEVELS, 1), tl.where(bit2, 4, 0)
@@ -166,6 +188,46 @@ def _sum_products(products, BLOCKS: tl.constexpr):
     return tl.sum(sixteens.to(tl.int32), axis=1)
 
 
+@triton.jit
+def _encode(
+    centre,
+    blocks,
+    there,
+    planes,
+    table,
+    matrix,
+    words,
+    turn,
+    full_runs,
+    BITS: tl.constexpr,
+    KEPT: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    TURNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write blocks, given around their mean, where ``there``; UNUSUAL where not ``usual``."""
+    centred, mean, energy, unscale, finite, usual = centre
+    norm = tl.math.sqrt_rn(energy)
+    some = finite & (norm != 0.0)
+    length = tl.where(some, norm, 1.0)
+    factor = tl.math.div_rn(length * 0.0 + _LENGTH, length)
+    integers = _to_integers(centred * factor[:, None])
+    rotated = _rotate(integers, matrix, words, turn, ROUNDS, TURNS, BLOCKS)
+    cells, products = _find_cells(rotated, table, BITS)
+    product = _sum_products(products, BLOCKS)
+    gain = tl.math.div_rn(norm * _LENGTH_TIMES_UNIT, tl.where(some, product, 1).to(tl.float32))
+    step = tl.where(norm == 0.0, 0, nearest_bfloat16(gain * unscale))
+    good = finite & is_finite_bfloat16(mean) & is_finite_bfloat16(step)
+    pair = tl.where(usual, joined_headers(mean, step, good), _UNUSUAL)
+    store_headers(planes, blocks, there, pair, BITS)
+    written = (good & (norm != 0.0))[:, None]
+    full = blocks * 8 < full_runs * planes.page_words.to(tl.int64)
+    for plane in tl.static_range(KEPT):
+        exists = there & (full | (plane < KEPT - 1))
+        packed = tl.where(written, bit_words((cells & (8 >> plane)) != 0, BLOCKS), 0)
+        store_words(planes, plane, blocks, exists, packed, BLOCKS)
+
+
 # Lanes side by side load elements side by side, one each, so that halves of a block are added in
 # registers: what is known of the source's alignment would give each lane several neighbours.
 @triton.jit(do_not_specialize=["key_low", "key_high"], do_not_specialize_on_alignment=["source"])
@@ -182,35 +244,63 @@ def encode_rotated(
     BITS: tl.constexpr,
     KEPT: tl.constexpr,
     ROUNDS: tl.constexpr,
+    WHICH: tl.constexpr,
+    TURNS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Write the headers and the planes that each run has.
 
     ``table`` (16,) float32: the magnitudes' ascending thresholds, and from the eighth their levels.
+    WHICH: all blocks; or the usual, and UNUSUAL into the others' headers; or those marked so. The
+    registers that an unusual block takes would leave room for half as many warps.
     """
-    blocks, _, valid, there = tile(count, BLOCKS)
-    values = load_values(source, blocks, valid, affine, TYPE)
-    real_count = tl.minimum(tl.maximum(count - blocks * 256, 1), 256).to(tl.float32)
-    centred, mean, energy, unscale, finite = _centre_tile(values, valid, real_count, BLOCKS)
-    norm = tl.math.sqrt_rn(energy)
-    some = finite & (norm != 0.0)
-    length = tl.where(some, norm, 1.0)
-    factor = tl.math.div_rn(length * 0.0 + _LENGTH, length)
-    integers = _to_integers(centred * factor[:, None])
-    rotated = _rotate(integers, key_low, key_high, blocks, ROUNDS, BLOCKS)
-    cells, products = _find_cells(rotated, table, BITS)
-    product = _sum_products(products, BLOCKS)
-    gain = tl.math.div_rn(norm * _LENGTH_TIMES_UNIT, tl.where(some, product, 1).to(tl.float32))
-    step = tl.where(norm == 0.0, 0, nearest_bfloat16(gain * unscale))
-    good = finite & is_finite_bfloat16(mean) & is_finite_bfloat16(step)
-    pair = joined_headers(mean, step, good)
-    store_headers(planes, blocks, there, pair, BITS)
-    written = (good & (norm != 0.0))[:, None]
-    full = blocks * 8 < full_runs * planes.page_words.to(tl.int64)
-    for plane in tl.static_range(KEPT):
-        exists = there & (full | (plane < KEPT - 1))
-        words = tl.where(written, bit_words((cells & (8 >> plane)) != 0, BLOCKS), 0)
-        store_words(planes, plane, blocks, exists, words, BLOCKS)
+    matrix, first = hadamard_matrix(), tl.program_id(0).to(tl.int64) * (TURNS * BLOCKS)
+    words = _words_of_turns(key_low, key_high, first, TURNS, BLOCKS)
+    for turn in range(TURNS):
+        blocks = first + turn * BLOCKS + tl.arange(0, BLOCKS)
+        valid, there = which_exist(blocks, count)
+        real_count = tl.minimum(tl.maximum(count - blocks * 256, 1), 256).to(tl.float32)
+        if WHICH == UNUSUAL_BLOCKS:
+            place = header_place(planes, tl.where(there, blocks, 0), BITS)
+            there = there & (tl.load(planes.headers + place, mask=there, other=0) == _UNUSUAL)
+        if (WHICH != UNUSUAL_BLOCKS) or (tl.max(there.to(tl.int32), axis=0) != 0):
+            values = load_values(source, blocks, valid, affine, TYPE)
+            if WHICH == USUAL_BLOCKS:
+                centre = _centre_usual(values, real_count, BLOCKS)
+            else:
+                centre = _centre_any(values, valid, real_count, BLOCKS)
+            _encode(
+                centre,
+                blocks,
+                there,
+                planes,
+                table,
+                matrix,
+                words,
+                turn,
+                full_runs,
+                BITS,
+                KEPT,
+                ROUNDS,
+                TURNS,
+                BLOCKS,
+            )
+
+
+@triton.jit
+def _decode_level(planes, levels, blocks, there, full, KEPT: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return (BLOCKS, 256) float32: levels by the planes that each run has."""
+    if KEPT == 1:
+        signs = load_plane(planes, 0, blocks, there, BLOCKS)
+        level = tl.where(signs != 0, tl.load(levels + 8), tl.load(levels))
+    else:
+        cells = tl.zeros((BLOCKS, 256), tl.int32)
+        for plane in tl.static_range(KEPT):
+            exists = there & (full | (plane < KEPT - 1))
+            bits = load_plane(planes, plane, blocks, exists, BLOCKS)
+            cells += bits << (3 - plane)
+        level = tl.load(levels + tl.where(full, 0, 16)[:, None] + cells)
+    return level
 
 
 @triton.jit(do_not_specialize=["key_low", "key_high", "first_block"])
@@ -231,31 +321,26 @@ def decode_rotated(
     KEPT: tl.constexpr,
     ROUNDS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    TURNS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Decode every run from the planes it has: the first KEPT, or one less after ``full_runs``.
 
     ``levels`` holds the table of KEPT planes, then that of one less; ``factors`` likewise.
     """
-    blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
-    there = blocks * 256 < count
-    mean, step, good = load_headers(planes, blocks, there, BITS)
-    full = blocks * 8 < full_runs * planes.page_words.to(tl.int64)
-    width = tl.where(full, 0, 1)
-    if KEPT == 1:
-        signs = load_plane(planes, 0, blocks, there, BLOCKS)
-        level = tl.where(signs != 0, tl.load(levels + 8), tl.load(levels))
-    else:
-        cells = tl.zeros((BLOCKS, 256), tl.int32)
-        for plane in tl.static_range(KEPT):
-            exists = there & (full | (plane < KEPT - 1))
-            bits = load_plane(planes, plane, blocks, exists, BLOCKS)
-            cells += bits << (3 - plane)
-        level = tl.load(levels + width[:, None] * 16 + cells)
-    rotated = _rotate_back(level, key_low, key_high, blocks, ROUNDS, BLOCKS)
-    factor = step * tl.load(factors + width)
-    mean = tl.where(good, mean, float("nan"))
-    values = mean[:, None] + factor[:, None] * rotated
-    write_values(
-        destination, values, blocks, first_block, affine, mask, count, TYPE, ACCUMULATE, BLOCKS
-    )
+    matrix = hadamard_matrix()
+    first = first_block.to(tl.int64) + tl.program_id(0).to(tl.int64) * (TURNS * BLOCKS)
+    words = _words_of_turns(key_low, key_high, first, TURNS, BLOCKS)
+    for turn in range(TURNS):
+        blocks = first + turn * BLOCKS + tl.arange(0, BLOCKS)
+        there = blocks * 256 < count
+        mean, step, good = load_headers(planes, blocks, there, BITS)
+        full = blocks * 8 < full_runs * planes.page_words.to(tl.int64)
+        level = _decode_level(planes, levels, blocks, there, full, KEPT, BLOCKS)
+        rotated = _rotate_back(level, matrix, words, turn, ROUNDS, TURNS, BLOCKS)
+        factor = step * tl.load(factors + tl.where(full, 0, 1))
+        mean = tl.where(good, mean, float("nan"))
+        values = mean[:, None] + factor[:, None] * rotated
+        write_values(
+            destination, values, blocks, first_block, affine, mask, count, TYPE, ACCUMULATE, BLOCKS
+        )
