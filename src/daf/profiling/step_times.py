@@ -47,8 +47,9 @@ class StepTimer:
         A step that takes about what the proof's own took was not disturbed, and is not run again.
         """
         found_ms = self._once(context, policy, examples)
-        if found_ms <= DISTURBED * self.proven_ms.get(examples, 0.0):
-            self.spared_ms += found_ms
+        proven_ms = self.proven_ms.get(examples, 0.0)
+        if found_ms <= DISTURBED * proven_ms:
+            self.spared_ms += min(found_ms, proven_ms)
         else:
             found_ms = min(found_ms, self._once(context, policy, examples))
         self.settle()
