@@ -58,7 +58,7 @@ class _FileRecorder(Recorder):
 
 def train_tightly(fresh: Callable[[], Work], rate: float, seed: int) -> Outcome:
     """Train within a budget near the least one, in a session with plans of its own."""
-    room_bytes = _room_bytes(fresh(), rate)
+    room_bytes, proof_ms = _room_bytes(fresh(), rate)
     gc.collect()
     work = fresh()
     budget = process_memory.resident_bytes() + room_bytes
@@ -71,11 +71,15 @@ def train_tightly(fresh: Callable[[], Work], rate: float, seed: int) -> Outcome:
                 raise
             gc.collect()
             acted, above = _trained(recorder, rate, seed, error.least_bytes + SPARE_BYTES)
-        return Outcome(recorder.trace(), acted, {"above_bytes": above})
+        told = {"above_bytes": above, "proof_ms": proof_ms}
+        return Outcome(recorder.trace(), acted, told)
 
 
-def _room_bytes(work: Work, rate: float) -> int:
-    """Return the tight budget's bytes beside what the process holds before a step."""
+def _room_bytes(work: Work, rate: float) -> tuple[int, float | None]:
+    """Return the tight budget's bytes beside what the process holds before a step.
+
+    And the time that proofs took with room to spare (ms).
+    """
     roomy = process_memory.resident_bytes() + ROOM_BYTES
     with daf.Session(work.model, work.make_optimizer(rate), roomy, tolerance=0) as session:
         session.prepare(work.batch, work.loss)
@@ -84,7 +88,7 @@ def _room_bytes(work: Work, rate: float) -> int:
     assert least is not None
     spare = int(TIGHT_SHARE * max(0, planner.kept_peak_bytes(profile) - least)) + SPARE_BYTES
     # The floor may hold what plain training left, which a session gives back to the system.
-    return least - profile.resident_bytes + spare
+    return least - profile.resident_bytes + spare, getattr(session, "proof_ms", None)
 
 
 def _trained(recorder: Recorder, rate: float, seed: int, budget_bytes: int) -> tuple[set[str], int]:
