@@ -6,8 +6,10 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ Row = dict[str, Any]
 Report = Callable[[str, int, int], None]
 RECORD = Path(__file__).parents[2] / "results" / "conformance_0_1_0.json"
 GROUPS = ("situations", "operators", "modules", "transformers", "timm", "torchvision", "sizable")
+PACKAGES = ("torch", "transformers", "timm", "torchvision")
 # Which ways show that a lever acted, and that the result was right.
 _SHOWN_BY = {
     "split": ("split", "every", "tight"),
@@ -104,7 +107,15 @@ def run(
     order = {case.name: place for place, case in enumerate(cases)}
     rows = sorted((row for row in log.rows if row["case"] in order), key=lambda r: order[r["case"]])
     notes.append(f"seed {job.seed}; {len(cases)} cases listed; deferred ones are counted apart")
+    notes.append(f"with {', '.join(_versions())}")
     return BenchResult("conformance", rows, figures_of(rows, read_record(record)), tuple(notes))
+
+
+def _versions() -> Iterable[str]:
+    """Yield the packages whose models are tried, with their versions."""
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            yield f"{name} {version(name)}"
 
 
 def _attempt(cases: dict[str, Case], seed: int, name: str) -> Row:
