@@ -41,7 +41,8 @@ class FakeCupy(ModuleType):
         self.reductions: list[tuple[str, int]] = []
         self.current = 0
         self._core = SimpleNamespace(set_routine_accelerators=self.accelerators.extend)
-        self.cuda = SimpleNamespace(ExternalStream=lambda address: _Stream(self, address))
+        from_external = lambda stream: _Stream(self, stream.cuda_stream)  # noqa: E731
+        self.cuda = SimpleNamespace(Stream=SimpleNamespace(from_external=from_external))
 
     def from_dlpack(self, tensor: Tensor) -> Array:
         self.arrays.append(Array(tensor, self))

@@ -70,7 +70,7 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
         for which in (0, 1, 2):
             turns = {"TURNS": 8, "BLOCKS": 2} if which else {"TURNS": 1, "BLOCKS": 4}
             add(triton_rotated.encode_rotated, **rotated, WHICH=which, **turns)
-        add(triton_rotated.decode_rotated, **rotated, **READ, TURNS=2**kind)
+        add(triton_rotated.decode_rotated, **rotated, **READ)
     for kind in (0, 1, 2):
         add(triton_minmax.encode_minmax, TYPE=kind, BITS=8 - kind, **CODED)
         add(triton_minmax.decode_minmax, TYPE=kind, BITS=8 - kind, **READ)
@@ -82,16 +82,16 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
     add(triton_bits.encode_derivative, TYPE=1, BITS=3, **CODED)
     add(triton_bits.decode_derivative, TYPE=2, BITS=3, **CODED)
     flat = {"affine": None, "planes": FLAT, "BLOCKS": 4}
-    turning = {"ROUNDS": 1, "TURNS": 1}
-    add(triton_rotated.encode_rotated, TYPE=0, BITS=2, KEPT=2, WHICH=0, **turning, **flat)
+    whole = {"ROUNDS": 1, "WHICH": 0, "TURNS": 1}
+    add(triton_rotated.encode_rotated, TYPE=0, BITS=2, KEPT=2, **whole, **flat)
     add(
         triton_rotated.decode_rotated,
         TYPE=0,
         BITS=2,
         KEPT=1,
+        ROUNDS=1,
         mask=ABSENT,
         ACCUMULATE=False,
-        **turning,
         **flat,
     )
     tile = {"TYPE": 1, "STEPS": 4}

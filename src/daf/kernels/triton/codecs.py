@@ -66,8 +66,6 @@ def decode_values(code: CodedValues, decoding: Decoding) -> None:
         check_member("kept planes", planes.kept, range(1, planes.bits + 1))
         if planes.kept == 1 and planes.full_runs < planes.runs:
             raise KernelError("asked to decode runs without a plane; each needs its first at least")
-        if planes.elements >= _ELEMENTS_FOR_TURNS:
-            options["tile"] = Tile(blocks=4, turns=4, registers=80)
         levels, factors = levels_on(out.device, planes.bits, planes.kept)
         check_key(code.key)
         options |= {"levels": levels, "factors": factors, **_runs(code), **key_halves(code.key)}

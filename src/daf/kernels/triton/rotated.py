@@ -19,6 +19,7 @@ from daf.kernels.triton.blocks import (
     prescale_of,
     store_headers,
     store_words,
+    tile_blocks,
     tree_sum,
     which_exist,
     widen_bfloat16,
@@ -96,44 +97,39 @@ def _between_rounds(values, signs):
 
 
 @triton.jit
-def _words_of_turns(key_low, key_high, first, TURNS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return (TURNS * BLOCKS, 8) signs of each round: made at once, they keep every lane busy."""
-    blocks = first + tl.arange(0, TURNS * BLOCKS)
-    words = sign_words(key_low, key_high, blocks, 0, TURNS * BLOCKS)
-    return words, sign_words(key_low, key_high, blocks, 1, TURNS * BLOCKS)
+def _words_of(key_low, key_high, blocks, COUNT: tl.constexpr):
+    """Return (COUNT, 8) signs of each round: those of many blocks at once keep every lane busy."""
+    words = sign_words(key_low, key_high, blocks, 0, COUNT)
+    return words, sign_words(key_low, key_high, blocks, 1, COUNT)
 
 
 @triton.jit
-def _signs_of_turn(words, turn, TURNS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the signs of a turn's elements."""
+def _words_of_turn(words, turn, TURNS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return (BLOCKS, 8) of (TURNS * BLOCKS, 8)."""
     if TURNS > 1:
         own = tl.arange(0, TURNS)[:, None, None] == turn
         words = tl.sum(tl.where(own, tl.reshape(words, (TURNS, BLOCKS, 8)), 0), axis=0)
-    return spread_signs(words, BLOCKS)
+    return words
 
 
 @triton.jit
-def _rotate(
-    values, matrix, words, turn, ROUNDS: tl.constexpr, TURNS: tl.constexpr, BLOCKS: tl.constexpr
-):
-    values = flip_signs(values, _signs_of_turn(words[0], turn, TURNS, BLOCKS))
+def _rotate(values, matrix, words, ROUNDS: tl.constexpr, BLOCKS: tl.constexpr):
+    values = flip_signs(values, spread_signs(words[0], BLOCKS))
     values = hadamard(values, matrix, BLOCKS, NARROW=False)
     if ROUNDS == 2:
-        values = _between_rounds(values, _signs_of_turn(words[1], turn, TURNS, BLOCKS))
+        values = _between_rounds(values, spread_signs(words[1], BLOCKS))
         values = hadamard(values, matrix, BLOCKS, NARROW=False)
     return values
 
 
 @triton.jit
-def _rotate_back(
-    values, matrix, words, turn, ROUNDS: tl.constexpr, TURNS: tl.constexpr, BLOCKS: tl.constexpr
-):
+def _rotate_back(values, matrix, words, ROUNDS: tl.constexpr, BLOCKS: tl.constexpr):
     """Levels are at most 127, so that sums of sixteen are narrow."""
     values = hadamard(values, matrix, BLOCKS, NARROW=True)
     if ROUNDS == 2:
-        values = _between_rounds(values, _signs_of_turn(words[1], turn, TURNS, BLOCKS))
+        values = _between_rounds(values, spread_signs(words[1], BLOCKS))
         values = hadamard(values, matrix, BLOCKS, NARROW=False)
-    return flip_signs(values, _signs_of_turn(words[0], turn, TURNS, BLOCKS))
+    return flip_signs(values, spread_signs(words[0], BLOCKS))
 
 
 @triton.jit
@@ -197,12 +193,10 @@ def _encode(
     table,
     matrix,
     words,
-    turn,
     full_runs,
     BITS: tl.constexpr,
     KEPT: tl.constexpr,
     ROUNDS: tl.constexpr,
-    TURNS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Write blocks, given around their mean, where ``there``; UNUSUAL where not ``usual``."""
@@ -212,7 +206,7 @@ def _encode(
     length = tl.where(some, norm, 1.0)
     factor = tl.math.div_rn(length * 0.0 + _LENGTH, length)
     integers = _to_integers(centred * factor[:, None])
-    rotated = _rotate(integers, matrix, words, turn, ROUNDS, TURNS, BLOCKS)
+    rotated = _rotate(integers, matrix, words, ROUNDS, BLOCKS)
     cells, products = _find_cells(rotated, table, BITS)
     product = _sum_products(products, BLOCKS)
     gain = tl.math.div_rn(norm * _LENGTH_TIMES_UNIT, tl.where(some, product, 1).to(tl.float32))
@@ -255,7 +249,7 @@ def encode_rotated(
     registers that an unusual block takes would leave room for half as many warps.
     """
     matrix, first = hadamard_matrix(), tl.program_id(0).to(tl.int64) * (TURNS * BLOCKS)
-    words = _words_of_turns(key_low, key_high, first, TURNS, BLOCKS)
+    words = _words_of(key_low, key_high, first + tl.arange(0, TURNS * BLOCKS), TURNS * BLOCKS)
     for turn in range(TURNS):
         blocks = first + turn * BLOCKS + tl.arange(0, BLOCKS)
         valid, there = which_exist(blocks, count)
@@ -276,13 +270,14 @@ def encode_rotated(
                 planes,
                 table,
                 matrix,
-                words,
-                turn,
+                (
+                    _words_of_turn(words[0], turn, TURNS, BLOCKS),
+                    _words_of_turn(words[1], turn, TURNS, BLOCKS),
+                ),
                 full_runs,
                 BITS,
                 KEPT,
                 ROUNDS,
-                TURNS,
                 BLOCKS,
             )
 
@@ -321,26 +316,22 @@ def decode_rotated(
     KEPT: tl.constexpr,
     ROUNDS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    TURNS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Decode every run from the planes it has: the first KEPT, or one less after ``full_runs``.
 
     ``levels`` holds the table of KEPT planes, then that of one less; ``factors`` likewise.
     """
-    matrix = hadamard_matrix()
-    first = first_block.to(tl.int64) + tl.program_id(0).to(tl.int64) * (TURNS * BLOCKS)
-    words = _words_of_turns(key_low, key_high, first, TURNS, BLOCKS)
-    for turn in range(TURNS):
-        blocks = first + turn * BLOCKS + tl.arange(0, BLOCKS)
-        there = blocks * 256 < count
-        mean, step, good = load_headers(planes, blocks, there, BITS)
-        full = blocks * 8 < full_runs * planes.page_words.to(tl.int64)
-        level = _decode_level(planes, levels, blocks, there, full, KEPT, BLOCKS)
-        rotated = _rotate_back(level, matrix, words, turn, ROUNDS, TURNS, BLOCKS)
-        factor = step * tl.load(factors + tl.where(full, 0, 1))
-        mean = tl.where(good, mean, float("nan"))
-        values = mean[:, None] + factor[:, None] * rotated
-        write_values(
-            destination, values, blocks, first_block, affine, mask, count, TYPE, ACCUMULATE, BLOCKS
-        )
+    blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
+    there = blocks * 256 < count
+    mean, step, good = load_headers(planes, blocks, there, BITS)
+    full = blocks * 8 < full_runs * planes.page_words.to(tl.int64)
+    level = _decode_level(planes, levels, blocks, there, full, KEPT, BLOCKS)
+    words = _words_of(key_low, key_high, blocks, BLOCKS)
+    rotated = _rotate_back(level, hadamard_matrix(), words, ROUNDS, BLOCKS)
+    factor = step * tl.load(factors + tl.where(full, 0, 1))
+    mean = tl.where(good, mean, float("nan"))
+    values = mean[:, None] + factor[:, None] * rotated
+    write_values(
+        destination, values, blocks, first_block, affine, mask, count, TYPE, ACCUMULATE, BLOCKS
+    )
