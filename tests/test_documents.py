@@ -109,7 +109,7 @@ STATED = {
 }
 UNITS = r"%|[kMG]B|[KMG]iB|ms|µs|ns|s|seconds|minutes|×|times|points?"
 QUANTITY = re.compile(rf"(?<![\w.,])\d[\d,]*(?:\.\d+)?\s?(?:{UNITS})(?!\w)")
-NOT_PROSE = re.compile(r"<!-- figures: \w+ -->.*?<!-- /figures -->|```.*?```|`[^`]*`", re.DOTALL)
+NOT_PROSE = re.compile(r"<!-- figures: [\w-]+ -->.*?<!-- /figures -->|```.*?```|`[^`]*`", re.DOTALL)
 
 
 def quantities(text: str) -> set[str]:

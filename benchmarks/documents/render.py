@@ -22,6 +22,7 @@ from daf_bench.operators.plot import draw_waterfall
 from daf_bench.peers.plot import draw_peers
 from daf_bench.pool.plot import draw_times
 from daf_bench.sweep.plot import draw_sweep
+from gpu_tables import gpu_figures, gpu_kernel_figures, gpu_reduce_figures
 from operator_tables import operator_speed_figures, operators_figures
 from papers import packing_figures, policy_lines, reduce_figures, varying_figures
 from side_by_side import peers_figures
@@ -278,6 +279,9 @@ TABLES = (
     (ROOT / "docs" / "operators.md", "operators", operators_figures),
     (ROOT / "docs" / "operators.md", "operator_speed", operator_speed_figures),
     (ROOT / "docs" / "papers.md", "packing", packing_figures),
+    (ROOT / "docs" / "gpu.md", "kernels-gpu", gpu_kernel_figures),
+    (ROOT / "docs" / "gpu.md", "reduce-gpu", gpu_reduce_figures),
+    (ROOT / "docs" / "gpu.md", "gpu", gpu_figures),
 )
 # (picture beside the documents, the results that it is drawn from, by what).
 PICTURES: tuple[tuple[str, str, Callable[[Any, Path], None]], ...] = (
