@@ -203,12 +203,20 @@ class Profiler:
         budget_bytes: int,
         on_progress: Callable[[str], None],
     ) -> list[Observation]:
+        """Observe the sizes that fit, the first in any case; if no other does, a smaller one.
+
+        Of one size alone, what every step takes would seem to grow with the batch.
+        """
         found: list[Observation] = []
         for size in sizes:
             if found and self._expected(found[-1], size) > budget_bytes:
                 break
             on_progress(f"bytes at {size}")
             found.append(self._observe(context, size))
+        smaller = max(self._least, LEAST_WITH_STATISTICS, sizes[0] // 2)
+        if len(found) == 1 and smaller < sizes[0]:
+            on_progress(f"bytes at {smaller}")
+            found.insert(0, self._observe(context, smaller))
         return found
 
     def _expected(self, found: Observation, examples: int) -> float:

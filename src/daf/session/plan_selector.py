@@ -24,6 +24,7 @@ from daf.planning.background_search import BackgroundPlan
 from daf.planning.bit_widths import wider_level
 from daf.planning.explain import left_alone
 from daf.planning.options import Allowed
+from daf.profiling.profiler import probe_sizes
 from daf.session.plan_autotuner import PlanAutotuner, PlanKind, StepMeasurement, plan_kind
 from daf.session.resumable import Resumable
 
@@ -36,6 +37,9 @@ ANOTHER_PROCESS_BYTES = 2 * 2**20
 # Extra bytes of a process with room to time steps of every size: PyTorch makes kernels for each,
 # and they stay (3 to 4 MB measured on small networks).
 MORE_SIZES_BYTES = 4 * 2**20
+# What a whole batch was found to take beyond what fewer examples than are usual foretold, at most,
+# as a share of what is modelled: libraries' own memory does not grow in a straight line.
+FEW_EXAMPLES_SHARE = 0.05
 # Bytes that a background search may hold: 20 MB were measured for 1,000 sites.
 SEARCH_BYTES = 24 * 2**20
 # A smaller predicted peak is lost in the floor and would make proportions meaningless.
@@ -308,7 +312,7 @@ class PlanSelector(Resumable):
         if not weighed:
             profiles = tuple(replace(p, weights={}, noise_per_weight=0.0) for p in profiles)
         least = planner.least_feasible_budget(profiles, self.constraints)
-        return self._actual(least) + self._allowance_bytes
+        return self._named_least(least)
 
     def left_alone(self) -> list[LeverRefusal]:
         """Return what no plan does because nothing has proven it, computed once per profile."""
@@ -368,7 +372,7 @@ class PlanSelector(Resumable):
         except BudgetError as error:
             if error.least_bytes is None:
                 raise
-            least = self._actual(error.least_bytes) + self._allowance_bytes
+            least = self._named_least(error.least_bytes)
             refusal = planner.refusal(self._own, budget_bytes, least)
             raise BudgetError(refusal, least) from error
 
@@ -388,11 +392,15 @@ class PlanSelector(Resumable):
             return 1.0
         return self.evidence.factor(self._own.floor_bytes)
 
-    @property
-    def _allowance_bytes(self) -> int:
-        """Bytes added to a least budget beyond what is modelled."""
-        timed_one = len(self._own.micro_batch_ms) == 1 and not self._own.split_refusal
-        return ANOTHER_PROCESS_BYTES + (MORE_SIZES_BYTES if timed_one else 0)
+    def _named_least(self, modelled_bytes: int) -> int:
+        """Return the least budget to tell of: what is modelled, and what another process adds."""
+        own, added_bytes = self._own, ANOTHER_PROCESS_BYTES
+        timed = [examples for examples, _ in own.micro_batch_ms]
+        if len(timed) == 1 and not own.split_refusal:
+            added_bytes += MORE_SIZES_BYTES
+        elif len(timed) == 1 and timed[0] < probe_sizes(own.batch_size)[-1]:
+            added_bytes += int(FEW_EXAMPLES_SHARE * (modelled_bytes - own.floor_bytes))
+        return self._actual(modelled_bytes) + added_bytes
 
     def modelled(self, budget_bytes: int) -> int:
         """Return a budget (bytes) in the profile's own measure, as evidence has corrected it."""
