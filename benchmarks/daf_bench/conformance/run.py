@@ -51,7 +51,7 @@ class ConformanceJob:
     seed: int = 0
     stride: int = 1
     workers: int = 2
-    limit_s: float = 120.0
+    limit_s: float = 600.0
 
 
 def quick_job() -> ConformanceJob:
