@@ -1,4 +1,4 @@
-"""A proof takes few passes, and what it has run is not run again to be timed."""
+"""A proof takes few passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from daf import Session
 from daf.memory import process_memory
 from daf.profiling.split_proof import SplitProof
-from daf.profiling.step_times import StepTimer
 from daf.step.batch_cut import possible_cuts
 from daf.step.loss_weights import Weighing
 
@@ -67,8 +66,6 @@ def test_two_examples_of_one_label_show_in_one_trial_how_parts_are_weighed(
     proof = SplitProof(model(), loss, statistics=False)
     assert proof.run(whole, next(possible_cuts(whole)), 2) == (expected, "")
     assert sizes == [1, 1, 2]
-    assert sorted(proof.pass_ms) == [1, 2]
-    assert min(proof.pass_ms.values()) > 0.0
 
 
 @pytest.mark.parametrize("loss", [class_weighted, over_all_examples])
@@ -87,32 +84,3 @@ def test_labels_that_stop_counting_leave_the_whole_gradient(loss: Loss) -> None:
     assert report.loss == pytest.approx(loss(asked, (x, less)).item(), rel=1e-6)
     for parameter, gradient in zip(asked.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
-
-
-class ScriptedTimer(StepTimer):
-    """Takes the times that it is given."""
-
-    def __init__(self, times_ms: list[float], proven_ms: dict[int, float]) -> None:
-        nothing: Any = None
-        super().__init__(nothing, nothing, nothing, lambda: None, proven_ms)
-        self.left_ms = times_ms
-
-    def _once(self, *_: Any) -> float:
-        return self.left_ms.pop(0)
-
-
-def test_a_step_that_a_proof_ran_is_timed_once() -> None:
-    nothing: Any = None
-    timer = ScriptedTimer([11.0, 99.0], {2: 10.0})
-    assert timer.plainly(nothing, nothing, 2) == 11.0
-    assert (timer.left_ms, timer.spared_ms) == ([99.0], 10.0)
-
-
-@pytest.mark.parametrize("proven_ms", [{2: 10.0}, {1: 50.0}, {}])
-def test_a_step_that_was_disturbed_or_not_proven_is_timed_twice(
-    proven_ms: dict[int, float],
-) -> None:
-    nothing: Any = None
-    timer = ScriptedTimer([31.0, 12.0], proven_ms)
-    assert timer.plainly(nothing, nothing, 2) == 12.0
-    assert (timer.left_ms, timer.spared_ms) == ([], 0.0)

@@ -24,7 +24,12 @@ from daf.planning.options import Allowed
 from daf.planning.planner import Constraints
 from daf.planning.table import Table, kept_selection, make_table
 from daf.session import plan_selector as module
-from daf.session.plan_selector import ANOTHER_PROCESS_BYTES, PeakMeasurement, PlanSelector
+from daf.session.plan_selector import (
+    ANOTHER_PROCESS_BYTES,
+    FEW_EXAMPLES_SHARE,
+    PeakMeasurement,
+    PlanSelector,
+)
 
 few = settings(max_examples=at_most(25, 12), deadline=None)
 LEVELS = ("plain", "exact", "8-bit", "4-bit", "3-bit", "2-bit", "1-bit")
@@ -467,6 +472,19 @@ def test_the_least_budget_is_the_least_of_both() -> None:
     with pytest.raises(BudgetError) as error:
         chosen(measured).begin(Profiles(measured, smaller), least - MIB)
     assert error.value.least_bytes == least + ANOTHER_PROCESS_BYTES + 1
+
+
+@pytest.mark.parametrize(("timed", "share"), [(8, 0.0), (4, FEW_EXAMPLES_SHARE)])
+def test_a_whole_batch_foretold_by_few_examples_is_given_more_room(
+    timed: int, share: float
+) -> None:
+    """A quarter of the batch is measured as a rule; here there was room for one size."""
+    measured = replace(large(60), batch_size=32, micro_batch_ms=((timed, 30.0),))
+    least = planned.least_budget(measured)
+    with pytest.raises(BudgetError) as error:
+        chosen(measured).begin(Profiles(measured), least - MIB)
+    more_bytes = int(share * (least - measured.floor_bytes))
+    assert error.value.least_bytes == least + ANOTHER_PROCESS_BYTES + more_bytes + 1
 
 
 @pytest.mark.parametrize("policy", ["sage", "checkpoint", "reduce", "2-bit"])

@@ -25,6 +25,7 @@ from daf.memory.recycling_allocator import unsupported_reason
 from daf.offload.spill import SpillOptions
 from daf.planning import planner
 from daf.profiling.model_memory import optimizer_bytes_to_come
+from daf.profiling.profiler import Profiler
 from daf.session.session import Session
 from daf.step.state_snapshot import preserved_state
 
@@ -460,6 +461,23 @@ def test_the_process_stays_below_its_budget_and_the_least_budget_works() -> None
     assert held["peak"] <= least + 8_000_000
     assert held["policy"] != "plain"
     assert abs(held["predicted"] - held["peak"]) <= 0.25 * (held["peak"] - held["floor"])
+
+
+@needs_peak
+def test_where_one_size_fits_a_smaller_one_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one alone, what every step takes would seem to grow with the batch."""
+    sizes: list[int] = []
+    observe = Profiler._observe
+
+    def noted(profiler: Profiler, context: Any, examples: int) -> Any:
+        sizes.append(examples)
+        return observe(profiler, context, examples)
+
+    monkeypatch.setattr(Profiler, "_observe", noted)
+    model, batch = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten()), images(48)
+    with Session(model, sgd(model), "10MB") as session, pytest.raises(BudgetError):
+        session.prepare(batch, cross_entropy)
+    assert sizes[-2:] == [6, 3]
 
 
 @needs_peak

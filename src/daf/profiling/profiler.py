@@ -83,9 +83,8 @@ class Profiler:
 
     def __post_init__(self) -> None:
         self._refusal, self._least = NOT_PROVEN, 1
-        self.proof_ms = 0.0  # beyond what measuring takes anyway
+        self.proof_ms = 0.0
         self._operators = _Operators()
-        self._proven_ms: dict[int, float] = {}
         self._beside_bytes = 0
 
     def profile(
@@ -124,7 +123,7 @@ class Profiler:
         on_progress: Callable[[str], None],
     ) -> Profile:
         device = device_of(self.model)
-        self._operators, self._proven_ms = _Operators(), {}
+        self._operators = _Operators()
         with preserved_state(self.model, context.loss_fn, gradients=True):
             on_progress("the smallest step, and whether parts add up to the batch")
             smallest = None if own else self._choose_cut(context, budget_bytes)
@@ -171,7 +170,6 @@ class Profiler:
         )
         smallest = chooser.run(context, budget_bytes)
         self.proof_ms += chooser.proof_ms
-        self._proven_ms = chooser.proven_ms
         return smallest
 
     def _expectation(
@@ -262,12 +260,9 @@ class Profiler:
         if not fitting:
             return Times(((largest.examples, largest.step_ms),))
         sizes = fitting if self._refusal else [*halvings(fitting[-1], self._least)]
-        timer = StepTimer(
-            self.capture, self.memory, self._operators.of, self._settle, self._proven_ms
-        )
+        timer = StepTimer(self.capture, self.memory, self._operators.of, self._settle)
         policy = plain_policy()
-        kept = sorted((n, timer.plainly(context, policy, n)) for n in sizes)
-        self.proof_ms -= timer.spared_ms
+        kept = sorted((n, timer.faster_of_two(context, policy, n)) for n in sizes)
         return Times(tuple(kept), timer.faster_of_two(context, TIGHTEST, kept[-1][0]))
 
     def _replay_refusals(

@@ -53,8 +53,6 @@ class CutChooser:
 
     def __post_init__(self) -> None:
         self.proof_ms = 0.0
-        self._pass_ms: dict[int, float] = {}
-        self.proven_ms = self._pass_ms  # of a plain step in the choice's proof, by examples
         self._is_warm = False
 
     def run(self, context: StepContext, budget_bytes: float) -> Observation | None:
@@ -72,7 +70,6 @@ class CutChooser:
             choice = self._judged(context, found, budget_bytes)
             if best is None or not choice.refusal:
                 best = choice, found
-                self.proven_ms = self._pass_ms
             if not choice.refusal:
                 break
         if best is None:
@@ -104,7 +101,6 @@ class CutChooser:
     def _judged(self, context: StepContext, found: Observation, budget_bytes: float) -> SplitChoice:
         """Return the context's cut with its weights, and why training may not use it."""
         cut, splitting, size = context.choice.cut, context.splitting, context.info.examples
-        self._pass_ms = {}
         statistics = "" if self.allow_statistics else split_refusal(self.model)
         if splitting.split is False or statistics:
             return SplitChoice(cut, refusal=FORBIDDEN if splitting.split is False else statistics)
@@ -122,7 +118,6 @@ class CutChooser:
         weighing, refusal = proof.run(context.batch, cut, examples)
         self.recover()
         self.proof_ms += 1000.0 * (time.perf_counter() - start_s)
-        self._pass_ms = proof.pass_ms
         if splitting.is_promised:
             return SplitChoice(cut, weighing)
         return SplitChoice(cut, weighing, refusal, frozenset(proof.functions))

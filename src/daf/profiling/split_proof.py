@@ -9,7 +9,6 @@ weights that are not the examples', or a dimension that is none of examples.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -63,7 +62,6 @@ class SplitProof:
         self._snapshot = StateSnapshot(model, loss_fn)
         self._dtypes: set[torch.dtype] = set()
         self.functions: set[str] = set()  # that ran in forward passes
-        self.pass_ms: dict[int, float] = {}  # the fastest forward and backward, by examples
 
     def run(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
         """Return how parts are weighed, and "" or why they do not add up; restores the model.
@@ -117,7 +115,7 @@ class SplitProof:
         for start, stop in ((0, middle), (middle, examples)):
             self._snapshot.restore_random()
             part, size = cut.take(batch, start, stop), stop - start
-            with self._constantly(size):
+            with self._constantly():
                 loss, operators = self._forward(part, size, 0 if start else disturbed)
                 divisors = operators.divisors
                 has_divisors = has_divisors or bool(divisors and not loss.is_sum)
@@ -136,7 +134,7 @@ class SplitProof:
         written, lengths = self._buffers(), self._lengths() / weight
         scale_gradients([*self._model.parameters()], -1.0 / weight)
         self._snapshot.restore()
-        with self._constantly(examples):
+        with self._constantly():
             loss, operators = self._forward(batch, examples, disturbed)
             mean = loss.mean
             mean.backward()  # type: ignore[no-untyped-call]
@@ -157,13 +155,10 @@ class SplitProof:
         return loss, operators
 
     @contextmanager
-    def _constantly(self, examples: int) -> Iterator[None]:
+    def _constantly(self) -> Iterator[None]:
         """Run one pass inside, backward too: checkpoints run again there."""
-        start_s = time.perf_counter()
         with torch.enable_grad(), eagerly(), ConstantRandom() as random:
             yield
-        passed_ms = 1000.0 * (time.perf_counter() - start_s)
-        self.pass_ms[examples] = min(passed_ms, self.pass_ms.get(examples, passed_ms))
         self._dtypes |= random.dtypes
 
     def _apart(self, lengths: Tensor, whole: float, joined: float, examples: int) -> str:

@@ -1,9 +1,9 @@
-"""Times small steps; one that a proof has run already is not run a second time."""
+"""Times small steps, twice each."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,9 +12,6 @@ from daf.core.policy import Policy
 from daf.memory.domain import MemoryDomain
 from daf.step.context import StepContext
 from daf.step.microbatch import drop_gradients, read_loss
-
-# A time this many times longer than another of the same step may be another process's doing.
-DISTURBED = 1.5
 
 
 class Times(NamedTuple):
@@ -31,29 +28,12 @@ class StepTimer:
     Args:
         planned: the policy of a step of so many examples, with the operators that it will have.
         settle: notes and frees what steps left, once no gradient is left.
-        proven_ms: of a plain step that a proof ran, by examples.
     """
 
     capture: Capture
     memory: MemoryDomain
     planned: Callable[[Policy, int], Policy]
     settle: Callable[[], None]
-    proven_ms: Mapping[int, float]
-    spared_ms: float = 0.0  # by what proofs ran already
-
-    def plainly(self, context: StepContext, policy: Policy, examples: int) -> float:
-        """Return the time of a step with everything kept (ms).
-
-        A step that takes about what the proof's own took was not disturbed, and is not run again.
-        """
-        found_ms = self._once(context, policy, examples)
-        proven_ms = self.proven_ms.get(examples, 0.0)
-        if found_ms <= DISTURBED * proven_ms:
-            self.spared_ms += min(found_ms, proven_ms)
-        else:
-            found_ms = min(found_ms, self._once(context, policy, examples))
-        self.settle()
-        return found_ms
 
     def faster_of_two(self, context: StepContext, policy: Policy, examples: int) -> float:
         """Return the time of a step (ms): disturbances only add time."""

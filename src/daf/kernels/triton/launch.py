@@ -41,6 +41,9 @@ class Tile(NamedTuple):
     registers: int | None = None  # at most, for a lane; None: as the compiler likes
 
 
+_ONE_TURN = Tile()
+
+
 class Affine(NamedTuple):
     """An affine as kernels take it."""
 
@@ -135,7 +138,7 @@ def launch(
     count: int,
     device: torch.device,
     first_block: int | None = None,
-    tile: Tile = Tile(),  # noqa: B008
+    tile: Tile = _ONE_TURN,
     **arguments: Any,
 ) -> None:
     """Run a kernel over the blocks of ``count`` elements, from ``first_block`` if it takes one."""

@@ -32,6 +32,7 @@ _GREATEST_ENERGY = tl.constexpr(2.0**60)
 _LENGTH = tl.constexpr(2000.0)
 _LENGTH_TIMES_UNIT = tl.constexpr(2000.0 * 2048.0)
 _TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it drops the fraction
+_PART = tl.constexpr(1 / 256)  # a product with it is rounded as the quotient by 256
 _LEVELS = tl.constexpr(8)  # where a table's levels begin, behind its thresholds
 # Which blocks a kernel encodes, and the header of one that is left to another kernel.
 ALL_BLOCKS, USUAL_BLOCKS, UNUSUAL_BLOCKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -76,7 +77,7 @@ def _centre_usual(values, real_count, BLOCKS: tl.constexpr):
 
     Their elements are finite: the energy would not be.
     """
-    mean = nearest_bfloat16(tree_sum(values, BLOCKS) * 0.00390625)
+    mean = nearest_bfloat16(tree_sum(values, BLOCKS) * _PART)
     centred = values - widen_bfloat16(mean)[:, None]
     energy = tree_sum(centred * centred, BLOCKS)
     one = real_count * 0.0 + 1.0
@@ -97,10 +98,16 @@ def _between_rounds(values, signs):
 
 
 @triton.jit
-def _words_of(key_low, key_high, blocks, COUNT: tl.constexpr):
-    """Return (COUNT, 8) signs of each round: those of many blocks at once keep every lane busy."""
+def _words_of(key_low, key_high, blocks, ROUNDS: tl.constexpr, COUNT: tl.constexpr):
+    """Return (COUNT, 8) signs of both rounds, the first's twice if there is one.
+
+    Those of many blocks at once keep every lane busy.
+    """
     words = sign_words(key_low, key_high, blocks, 0, COUNT)
-    return words, sign_words(key_low, key_high, blocks, 1, COUNT)
+    others = words
+    if ROUNDS == 2:
+        others = sign_words(key_low, key_high, blocks, 1, COUNT)
+    return words, others
 
 
 @triton.jit
@@ -199,7 +206,7 @@ def _encode(
     ROUNDS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write blocks, given around their mean, where ``there``; UNUSUAL where not ``usual``."""
+    """Write blocks, given around their mean, where ``there``; mark those that are not ``usual``."""
     centred, mean, energy, unscale, finite, usual = centre
     norm = tl.math.sqrt_rn(energy)
     some = finite & (norm != 0.0)
@@ -245,11 +252,12 @@ def encode_rotated(
     """Write the headers and the planes that each run has.
 
     ``table`` (16,) float32: the magnitudes' ascending thresholds, and from the eighth their levels.
-    WHICH: all blocks; or the usual, and UNUSUAL into the others' headers; or those marked so. The
+    WHICH: all blocks; or the usual, and a mark into the others' headers; or those so marked. The
     registers that an unusual block takes would leave room for half as many warps.
     """
     matrix, first = hadamard_matrix(), tl.program_id(0).to(tl.int64) * (TURNS * BLOCKS)
-    words = _words_of(key_low, key_high, first + tl.arange(0, TURNS * BLOCKS), TURNS * BLOCKS)
+    every = first + tl.arange(0, TURNS * BLOCKS)
+    words = _words_of(key_low, key_high, every, ROUNDS, TURNS * BLOCKS)
     for turn in range(TURNS):
         blocks = first + turn * BLOCKS + tl.arange(0, BLOCKS)
         valid, there = which_exist(blocks, count)
@@ -327,7 +335,7 @@ def decode_rotated(
     mean, step, good = load_headers(planes, blocks, there, BITS)
     full = blocks * 8 < full_runs * planes.page_words.to(tl.int64)
     level = _decode_level(planes, levels, blocks, there, full, KEPT, BLOCKS)
-    words = _words_of(key_low, key_high, blocks, BLOCKS)
+    words = _words_of(key_low, key_high, blocks, ROUNDS, BLOCKS)
     rotated = _rotate_back(level, hadamard_matrix(), words, ROUNDS, BLOCKS)
     factor = step * tl.load(factors + tl.where(full, 0, 1))
     mean = tl.where(good, mean, float("nan"))
