@@ -12,10 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf import BatchSplit, Session
+from daf import BatchSplit, BudgetError, Session
 from daf.memory import process_memory
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.profiling.split_proof import SplitProof
+from daf.profiling.terse_saves import terse_saves
+from daf.step.batch_cut import BatchCut, possible_cuts
+from daf.step.loss_weights import Weighing
 
+needs_peak = pytest.mark.skipif(
+    not process_memory.peak_is_exact(), reason="this system keeps no resettable high-water mark"
+)
 LossFunction = Callable[[nn.Module, Any], Any]
 
 
@@ -177,6 +184,26 @@ def noisy(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0] + torch.randn_like(batch[0])), batch[1])
 
 
+def deep(layers: int = 24, width: int = 64) -> nn.Sequential:
+    parts = [each for _ in range(layers) for each in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*parts)
+
+
+def long_batch(examples: int = 12, length: int = 4096, width: int = 64) -> tuple[Tensor, Tensor]:
+    """Large enough saves that a proof without room codes them."""
+    return torch.randn(examples, length, width), torch.randn(examples, length, width)
+
+
+def mean_of_squares(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0]) - batch[1]).pow(2).mean()
+
+
+def against_the_mean(model: nn.Module, batch: Any) -> Tensor:
+    """Couples examples: each is drawn to the mean of all."""
+    made = model(batch[0])
+    return (made - batch[1]).pow(2).mean() + (made - made.mean(0)).pow(2).mean()
+
+
 @dataclass
 class Case:
     model: Callable[[], nn.Module]
@@ -198,11 +225,13 @@ ADD_UP = {
     "an operator that divides by nothing told": Case(mlp, images, squared_error),
     "a mean taken afterwards": Case(mlp, images, unreduced),
     "a sum": Case(mlp, images, batch_sum),
+    "a deep model": Case(lambda: deep(3), lambda: long_batch(6, 8), mean_of_squares),
     "dropout": Case(mlp, images, with_dropout, draws=True),
     "noise": Case(mlp, images, noisy, draws=True),
 }
 DO_NOT = {
     "a sum over a root": Case(mlp, images, rooted_sum),
+    "drawn to the mean of all": Case(lambda: deep(3), lambda: long_batch(6, 8), against_the_mean),
     "coupled examples": Case(mlp, images, contrastive),
     "a mean over something else": Case(mlp, images, masked_mean),
     "a mean that is squared": Case(mlp, images, balanced),
@@ -421,3 +450,87 @@ def test_a_resumed_session_goes_on_cutting(budget: int) -> None:
         assert session.state_dict()["splitting"] == state["splitting"]
         assert session.step(batch, mean).micro_batch == 3
         assert session.split_refusal == ""
+
+
+def judged(proof: SplitProof, batch: Any, cut: BatchCut) -> tuple[Weighing, bool] | str:
+    """Return how parts are weighed and whether that is refused, or what a part raised."""
+    try:
+        weighing, refusal = proof.run(batch, cut, min(4, cut.size(batch)))
+    except Exception as error:
+        return str(error)
+    return weighing, bool(refusal)
+
+
+@pytest.mark.parametrize("name", [*ADD_UP, *DO_NOT])
+def test_a_terse_proof_judges_every_case_as_the_plain_one(name: str) -> None:
+    case = (ADD_UP | DO_NOT)[name]
+    model, batch = case.model(), case.batch()
+    for cut in possible_cuts(batch):
+        plain, terse = (
+            judged(SplitProof(model, case.loss, statistics=True, is_terse=is_terse), batch, cut)
+            for is_terse in (False, True)
+        )
+        assert plain == terse
+
+
+def test_terse_saves_keep_the_scale_of_each_number() -> None:
+    x = (torch.randn(64, 64) * torch.logspace(-15, 15, 64)).requires_grad_()
+    with torch.no_grad():
+        x[0] = 0.0
+    with terse_saves(iter([])):
+        y = x * 1.0
+        total = (y * y).sum() + y.pow(2).sum()
+    total.backward()
+    assert x.grad is not None
+    ratio = x.grad[1:] / (4 * x.detach()[1:])
+    assert 0.75 <= ratio.min() <= ratio.max() <= 1.5
+    assert not x.grad[0].any()
+
+
+def test_terse_saves_hold_a_byte_for_each_number_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    original = torch.empty_like
+
+    def counted(tensor: Tensor, **options: Any) -> Tensor:
+        if options.get("dtype") is torch.int8:
+            made.append(tensor.numel())
+        return original(tensor, **options)
+
+    monkeypatch.setattr(torch, "empty_like", counted)
+    x, factor = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+    with terse_saves(iter([factor])):
+        y = x * factor  # an external tensor stays as it is
+        total = (y * y).sum() + y.t().tanh().sum()
+    assert made == [64 * 64] * 2  # y once, and what tanh returned
+    total.backward()
+
+
+@needs_peak
+@pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
+def test_a_budget_without_room_to_save_two_examples_plainly_is_still_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batch = deep(), long_batch()
+    tried: list[bool] = []
+    run = SplitProof.run
+
+    def watched(proof: SplitProof, *arguments: Any) -> Any:
+        tried.append(proof.is_terse)
+        return run(proof, *arguments)
+
+    with (
+        Session(model, still(model), "10MB", split=True) as session,
+        pytest.raises(BudgetError) as caught,
+    ):
+        session.prepare(batch, mean_of_squares)
+    assert caught.value.least_bytes is not None
+    budget = caught.value.least_bytes + 32 * 2**20
+    monkeypatch.setattr(SplitProof, "run", watched)
+    process_memory.reset_peak()
+    with Session(model, still(model), budget, tolerance=0) as session:
+        report = session.step(batch, mean_of_squares)
+        assert session.split_refusal == ""
+        assert session.peak_bytes <= budget
+    assert tried
+    assert all(tried)
+    assert report.micro_batch < len(batch[0])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from _thread import RLock as LockType
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
+Found = TypeVar("Found")
 GiveBack = Callable[[int], int]  # frees at least so many bytes of other memory, returns how many
 
 
@@ -86,6 +89,26 @@ class Keeper(ABC):
             yield
         finally:
             self._change_unbounded(-1)
+
+    def within(self, budget_bytes: float, run: Callable[[], Found]) -> Found | None:
+        """Run a measurement under a bound of its own, where none is in force.
+
+        Returns None if memory was refused for it. An infinite budget bounds nothing.
+        """
+        if math.isinf(budget_bytes):
+            return run()
+        refused = self.refusals()
+        with self._lock:
+            lifted, self._unbounded = self._unbounded, 0
+        try:
+            self.bound(int(budget_bytes), int(budget_bytes))
+            return run()
+        except Exception as error:  # code of the user's may put its own around a refusal
+            if not self.has_refused(error, refused):
+                raise
+            return None
+        finally:
+            self._change_unbounded(lifted)
 
     def _before_unbounded(self, needed_bytes: int) -> None:  # noqa: B027
         """Make way for what the limit will not refuse."""

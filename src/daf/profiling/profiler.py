@@ -7,10 +7,12 @@ plain PyTorch, where that fits. Random states, buffers, gradients and training f
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -47,6 +49,8 @@ from daf.step.dry_run import EXAMPLES, dry_run
 from daf.step.microbatch import drop_gradients, read_loss
 from daf.step.splitting import NOT_PROVEN, SplitChoice
 from daf.step.state_snapshot import preserved_state
+
+Found = TypeVar("Found")
 
 # Examples, where layers take statistics over them.
 LEAST_WITH_STATISTICS = 2
@@ -166,6 +170,7 @@ class Profiler:
             self._observe,
             self._expected,
             self._recover,
+            self._within,
             allow_statistics=self.allow_split,
         )
         smallest = chooser.run(context, budget_bytes)
@@ -210,7 +215,11 @@ class Profiler:
             if found and self._expected(found[-1], size) > budget_bytes:
                 break
             on_progress(f"bytes at {size}")
-            found.append(self._observe(context, size))
+            bound_bytes = budget_bytes if found and self._fits(found[0], budget_bytes) else math.inf
+            observed = self._within(bound_bytes, partial(self._observe, context, size))
+            if observed is None:
+                break
+            found.append(observed)
         smaller = max(self._least, LEAST_WITH_STATISTICS, sizes[0] // 2)
         if len(found) == 1 and smaller < sizes[0]:
             on_progress(f"bytes at {smaller}")
@@ -261,9 +270,16 @@ class Profiler:
             return Times(((largest.examples, largest.step_ms),))
         sizes = fitting if self._refusal else [*halvings(fitting[-1], self._least)]
         timer = StepTimer(self.capture, self.memory, self._operators.of, self._settle)
-        policy = plain_policy()
-        kept = sorted((n, timer.faster_of_two(context, policy, n)) for n in sizes)
-        return Times(tuple(kept), timer.faster_of_two(context, TIGHTEST, kept[-1][0]))
+        timed = partial(timer.faster_of_two, context)
+        kept = []
+        for size in sorted(sizes):
+            step_ms = self._within(budget_bytes, partial(timed, plain_policy(), size))
+            if step_ms is None:
+                break
+            kept.append((size, step_ms))
+        if not kept:
+            return Times(((largest.examples, largest.step_ms),))
+        return Times(tuple(kept), timed(TIGHTEST, kept[-1][0]))
 
     def _replay_refusals(
         self, context: StepContext, smallest: Observation, times: Times, budget_bytes: int
@@ -349,6 +365,15 @@ class Profiler:
         """Return the memory held now, with what libraries add in a step."""
         account = self.memory.account_bytes() if self.keeper.recycles else 0
         return max(self.memory.held_bytes(), self._beside_bytes + account)
+
+    def _fits(self, found: Observation, budget_bytes: float) -> bool:
+        return self._expected(found, found.examples) <= budget_bytes
+
+    def _within(self, budget_bytes: float, run: Callable[[], Found]) -> Found | None:
+        found = self.keeper.within(budget_bytes, run)
+        if found is None:
+            self._recover()
+        return found
 
     def _make_room(self) -> None:
         self.capture.release_scratch()

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
 from torch import nn
 
 from daf.core.errors import DafError
-from daf.profiling.split_proof import MOST_EXAMPLES, SplitProof
+from daf.profiling.split_proof import MOST_EXAMPLES, NO_ROOM_TO_PROVE, SplitProof
+from daf.profiling.terse_saves import terse_bytes
 from daf.saved_tensors.observation import Observation
 from daf.step.batch_cut import WHOLE, BatchCut, with_least
 from daf.step.context import StepContext
+from daf.step.loss_weights import Weighing
 from daf.step.microbatch import split_refusal
 from daf.step.splitting import FORBIDDEN, NOT_PROVEN, SplitChoice
 from daf.torch_compat.modules import AnyBatchNorm
+
+Proven = tuple[Weighing, str]
 
 MOST_CUTS = 3  # ways that are tried
 LEAST_TIMED = 16  # examples in a batch from which on all proofs take less than a step
 EXAMPLES_FOR_EACH = 8  # then, of the batch, for each that a proof takes; else it takes all
 LEAST_WITH_STATISTICS = 2  # examples
+HOPELESS = 0.9  # of what a step is expected to take: a plan may need less than what was observed
 NO_PART_RUNS = "no part of it runs by itself, or no dimension of its tensors is one of examples"
-NO_ROOM_TO_PROVE = (
-    "the budget has no room to show that its parts add up to it (split=True asserts that they do)"
-)
 
 
 def examples_of(batch: int) -> int:
@@ -42,6 +46,7 @@ class CutChooser:
         observe: runs a step of so many first examples under the tightest codes.
         expected: the process's peak (bytes) in a step of so many examples, from an observed one.
         recover: frees what a step that failed left.
+        within: runs under a budget (bytes); returns None if memory was refused.
         allow_statistics: the user allows parts to have batch statistics of their own.
     """
 
@@ -49,6 +54,7 @@ class CutChooser:
     observe: Callable[[StepContext, int], Observation]
     expected: Callable[[Observation, int], float]
     recover: Callable[[], None]
+    within: Callable[[float, Callable[[], Proven]], Proven | None]
     allow_statistics: bool
 
     def __post_init__(self) -> None:
@@ -104,24 +110,47 @@ class CutChooser:
         statistics = "" if self.allow_statistics else split_refusal(self.model)
         if splitting.split is False or statistics:
             return SplitChoice(cut, refusal=FORBIDDEN if splitting.split is False else statistics)
-        sizes = range(min(size, max(2 * cut.least, examples_of(size))), 2 * cut.least - 1, -1)
-        fitting = (n for n in sizes if self._plainly(found, n) <= budget_bytes)
-        # A budget that holds no step at all is refused; what the least would be is still found out,
-        # on as few examples as show anything.
-        is_hopeless = self.expected(found, found.examples) > budget_bytes
-        examples = next(fitting, sizes[-1] if sizes and is_hopeless else None)
+        examples, is_terse = self._room(found, cut.least, size, budget_bytes)
         if examples is None:
             refusal = NO_ROOM_TO_PROVE if size >= 2 * cut.least else NOT_PROVEN
             return SplitChoice(cut, refusal="" if splitting.is_promised else refusal)
         start_s = time.perf_counter()
-        proof = SplitProof(self.model, context.loss_fn, statistics=not self.allow_statistics)
-        weighing, refusal = proof.run(context.batch, cut, examples)
+        proof = SplitProof(
+            self.model, context.loss_fn, statistics=not self.allow_statistics, is_terse=is_terse
+        )
+        bound_bytes = math.inf if self._is_hopeless(found, budget_bytes) else budget_bytes
+        weighing, refusal = self._proven(
+            partial(proof.run, context.batch, cut, examples), bound_bytes
+        )
         self.recover()
         self.proof_ms += 1000.0 * (time.perf_counter() - start_s)
         if splitting.is_promised:
             return SplitChoice(cut, weighing)
         return SplitChoice(cut, weighing, refusal, frozenset(proof.functions))
 
-    def _plainly(self, found: Observation, examples: int) -> float:
-        """Return the expected peak of a step that saves as plain PyTorch does."""
-        return self.expected(found, examples) + found.plain_bytes * examples / found.examples
+    def _proven(self, run: Callable[[], Proven], bound_bytes: float) -> Proven:
+        try:
+            return self.within(bound_bytes, run) or (Weighing.EXAMPLES, NO_ROOM_TO_PROVE)
+        except Exception as error:  # the user's own code may raise anything for a part
+            return Weighing.EXAMPLES, f"a part of it fails: {type(error).__name__}: {error}"[:300]
+
+    def _room(
+        self, found: Observation, least: int, size: int, budget_bytes: float
+    ) -> tuple[int | None, bool]:
+        """Return how many examples the budget lets a proof take, and whether saved tersely."""
+        sizes = range(min(size, max(2 * least, examples_of(size))), 2 * least - 1, -1)
+        for is_terse, saved_bytes in ((False, found.plain_bytes), (True, terse_bytes(found))):
+            each_bytes = saved_bytes / found.examples
+            for examples in sizes:
+                if self.expected(found, examples) + examples * each_bytes <= budget_bytes:
+                    return examples, is_terse
+        is_hopeless = self._is_hopeless(found, budget_bytes)
+        return (sizes[-1] if sizes and is_hopeless else None), True
+
+    def _is_hopeless(self, found: Observation, budget_bytes: float) -> bool:
+        """Whether no step fits, as far as one can tell by the smallest.
+
+        Such a budget is refused; what the least would be is still found out, beyond it, on as few
+        examples as show anything.
+        """
+        return HOPELESS * self.expected(found, found.examples) > budget_bytes

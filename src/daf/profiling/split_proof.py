@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from daf.core.errors import SplitError
 from daf.profiling.constant_random import ConstantRandom
+from daf.profiling.terse_saves import terse_saves
 from daf.step.batch_cut import BatchCut
 from daf.step.loss_weights import LossWeights, PartWeights, Weighing, parameter_names
 from daf.step.microbatch import (
@@ -31,6 +33,7 @@ from daf.step.parameter_writes import ParameterWrites
 from daf.step.state_snapshot import StateSnapshot
 from daf.torch_compat.compiler_stance import eagerly
 from daf.torch_compat.modules import AnyBatchNorm
+from daf.torch_compat.pytree import tensors_inside
 
 MOST_EXAMPLES = 4
 # Rounding, relative to a parameter's gradient and to the whole gradient, by the narrowest type
@@ -48,17 +51,28 @@ class _Trial(NamedTuple):
     tells_apart: bool = True  # this way from weighing by examples
 
 
+NO_ROOM_TO_PROVE = (
+    "the budget has no room to show that its parts add up to it (split=True asserts that they do)"
+)
 _DRAWN = "it draws from a generator of its own, which its parts would do several times"
 _WRITTEN = "forward writes parameters itself, which its parts would do several times"
 
 
 class SplitProof:
-    """Compares parts with the whole; ``statistics``: leave batch statistics out of it."""
+    """Compares parts with the whole.
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, *, statistics: bool) -> None:
+    Args:
+        statistics: leave batch statistics out of it.
+        is_terse: hold a byte for each saved number; the gradients compared are not the model's.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, *, statistics: bool, is_terse: bool = False
+    ) -> None:
         self._model = model
         self._loss_fn = loss_fn
         self._statistics = statistics
+        self.is_terse = is_terse
         self._snapshot = StateSnapshot(model, loss_fn)
         self._dtypes: set[torch.dtype] = set()
         self.functions: set[str] = set()  # that ran in forward passes
@@ -66,7 +80,8 @@ class SplitProof:
     def run(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
         """Return how parts are weighed, and "" or why they do not add up; restores the model.
 
-        ``examples``: how many to take of the batch, 2 at least.
+        ``examples``: how many to take of the batch, 2 at least. The user's own code may raise
+        anything for a part.
         """
         size = cut.size(batch)
         ends = range(size - examples // 2, size)
@@ -78,8 +93,6 @@ class SplitProof:
             if not refusal and self._snapshot.has_drawn():
                 refusal = _DRAWN
             return weighing, _WRITTEN if writes.has_written else refusal
-        except Exception as error:  # the user's own code may raise anything for a part
-            return Weighing.EXAMPLES, f"a part of it fails: {type(error).__name__}: {error}"[:300]
         finally:
             self._snapshot.restore()
             writes.restore()
@@ -149,10 +162,16 @@ class SplitProof:
     ) -> tuple[WeightedLoss, LossWeights]:
         """Return the loss, and what was read of its operators."""
         names = parameter_names(self._model)
-        with LossWeights(examples, disturbed=disturbed, names=names) as operators:
+        weights = LossWeights(examples, disturbed=disturbed, names=names)
+        with weights as operators, self._saves(batch):
             loss = read_loss(self._loss_fn(self._model, batch), examples)
         self.functions |= operators.functions
         return loss, operators
+
+    def _saves(self, batch: Any) -> AbstractContextManager[None]:
+        model = self._model
+        stays = chain(model.parameters(), model.buffers(), tensors_inside(batch))
+        return terse_saves(stays) if self.is_terse else nullcontext()
 
     @contextmanager
     def _constantly(self) -> Iterator[None]:

@@ -1,0 +1,105 @@
+"""Saves one byte for each number, where a proof has no room to save as plain PyTorch does.
+
+Every number becomes the power of two next to it, by itself: whatever else lies in its batch. So
+gradients are not the model's, yet the same operators make them of the same examples: parts add up
+to the whole, or do not, as with plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from daf.codecs.layout import Layout, content_key, in_memory_order, is_dense, layout_of
+from daf.core.policy import Need
+from daf.saved_tensors.ledger import Ledger, Source, Sources
+from daf.saved_tensors.observation import Observation
+
+_CHUNK = 1 << 16  # elements at a time: what coding takes beside its result
+_MOST_EXPONENT = 62
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Codes:
+    """Sign and exponent of every number in memory order, 0 for 0: (elements,) int8."""
+
+    content: Tensor
+    source: Source  # whose address no other storage gets meanwhile
+
+
+@dataclass(slots=True, eq=False)
+class _Terse:
+    codes: _Codes
+    layout: Layout
+
+
+@contextmanager
+def terse_saves(external: Iterator[Tensor]) -> Iterator[None]:
+    """Code what passes inside save, but for what lies in ``external`` tensors and stays anyway."""
+    sources = Sources(Ledger())
+    sources.begin_step(external)
+
+    def pack(tensor: Tensor) -> Tensor | _Terse:
+        if not _is_coded(tensor) or sources.is_external(tensor):
+            return tensor
+        source, key = sources.of(tensor), content_key(tensor, tensor._version)
+        codes = source.recall(key, _Codes)
+        if codes is None:
+            codes = _Codes(_in_chunks(_exponents, in_memory_order(tensor), torch.int8), source)
+            source.remember(key, codes)
+        return _Terse(codes, layout_of(tensor))
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _read):
+        yield
+
+
+def terse_bytes(found: Observation) -> int:
+    """Return what a step saves so: a byte for each number, integers as they are.
+
+    Two tensors are read at a time at most, each whole.
+    """
+    coded, kept = {}, {}
+    for save in found.saves:
+        if save.treatable and save.need is not Need.INTEGER:
+            coded[save.storage, save.content] = save.elements
+        else:
+            kept[save.storage] = save.storage_bytes
+    read = 2 * max((save.tensor_bytes for save in found.saves), default=0)
+    return sum(coded.values()) + sum(kept.values()) + read
+
+
+def _read(saved: Tensor | _Terse) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    values = _in_chunks(_values, saved.codes.content, saved.layout.dtype)
+    return values.as_strided(saved.layout.shape, saved.layout.stride)
+
+
+def _is_coded(tensor: Tensor) -> bool:
+    """Whether it may have a number for each example: of any size, so that parts are coded alike."""
+    is_strided = type(tensor) is Tensor and tensor.layout is torch.strided
+    return is_strided and tensor.is_floating_point() and tensor.dim() > 0 and is_dense(tensor)
+
+
+def _in_chunks(change: Callable[[Tensor], Tensor], flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what ``change`` makes of (elements,): of a dtype, a chunk at a time."""
+    result = torch.empty_like(flat, dtype=dtype)
+    for read, written in zip(torch.split(flat, _CHUNK), torch.split(result, _CHUNK), strict=True):
+        written.copy_(change(read))
+    return result
+
+
+def _exponents(numbers: Tensor) -> Tensor:
+    """Return numbers' signs and exponents, from 3 to 126 in magnitude; 0 for 0."""
+    mantissa, exponent = torch.frexp(numbers.float())
+    exponent = exponent.clamp_(1 - _MOST_EXPONENT, _MOST_EXPONENT).add_(64)
+    return exponent.mul_(mantissa.sign().int())
+
+
+def _values(codes: Tensor) -> Tensor:
+    """Return the number in the middle of those with a sign and exponent."""
+    return torch.ldexp(0.75 * codes.sign(), codes.abs().int() - 64)
