@@ -7,6 +7,7 @@ plain PyTorch, where that fits. Random states, buffers, gradients and training f
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -87,6 +88,7 @@ class Profiler:
 
     def __post_init__(self) -> None:
         self._refusal, self._least = NOT_PROVEN, 1
+        self._proof_bytes = 0
         self.proof_ms = 0.0
         self._operators = _Operators()
         self._beside_bytes = 0
@@ -107,6 +109,7 @@ class Profiler:
         Raises:
             PoolFullError: the pool cannot hold even the smallest step of the tightest policy.
         """
+        gc.collect()  # what others left would be freed in mid-measurement, and seem not to be needed
         try:
             return self._measured(context, budget_bytes, own, on_progress)
         except (DafError, MemoryError, torch.OutOfMemoryError):
@@ -131,7 +134,9 @@ class Profiler:
         with preserved_state(self.model, context.loss_fn, gradients=True):
             on_progress("the smallest step, and whether parts add up to the batch")
             smallest = None if own else self._choose_cut(context, budget_bytes)
-            self._refusal, self._least = context.choice.refusal, context.choice.cut.least
+            choice = context.choice
+            self._refusal, self._least = choice.refusal, choice.cut.least
+            self._proof_bytes = choice.proof_bytes
             examples = context.info.examples
             if own:
                 self._operators = _Operators(examples, chunk_bytes_on(device))
@@ -336,6 +341,7 @@ class Profiler:
             update_bytes=passing,
             passing_bytes=self._beside_tensors(observations),
             split_refusal=self._refusal,
+            proof_bytes=self._proof_bytes,
             least_micro_batch=self._least,
             recycles=self.keeper.recycles,
             chunk_bytes=self._operators.chunk_bytes,
@@ -381,6 +387,7 @@ class Profiler:
 
     def _recover(self) -> None:
         drop_gradients(self.model)
+        gc.collect(1)  # young: frames and graphs of what failed or was proven can be parts of cycles
         self._make_room()
 
     def _settle(self) -> None:

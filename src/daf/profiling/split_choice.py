@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from daf.core.errors import DafError
-from daf.profiling.split_proof import MOST_EXAMPLES, NO_ROOM_TO_PROVE, SplitProof
+from daf.profiling.split_proof import MOST_EXAMPLES, SplitProof
 from daf.profiling.terse_saves import terse_bytes
 from daf.saved_tensors.observation import Observation
 from daf.step.batch_cut import WHOLE, BatchCut, with_least
 from daf.step.context import StepContext
 from daf.step.loss_weights import Weighing
 from daf.step.microbatch import split_refusal
-from daf.step.splitting import FORBIDDEN, NOT_PROVEN, SplitChoice
+from daf.step.splitting import FORBIDDEN, NO_ROOM_TO_PROVE, NOT_PROVEN, SplitChoice
 from daf.torch_compat.modules import AnyBatchNorm
 
 Proven = tuple[Weighing, str]
@@ -110,10 +110,16 @@ class CutChooser:
         statistics = "" if self.allow_statistics else split_refusal(self.model)
         if splitting.split is False or statistics:
             return SplitChoice(cut, refusal=FORBIDDEN if splitting.split is False else statistics)
+        fewest = 2 * cut.least
+        room_bytes = int(
+            self.expected(found, fewest) + fewest * terse_bytes(found) / found.examples
+        )
         examples, is_terse = self._room(found, cut.least, size, budget_bytes)
         if examples is None:
+            if splitting.is_promised:
+                return SplitChoice(cut)
             refusal = NO_ROOM_TO_PROVE if size >= 2 * cut.least else NOT_PROVEN
-            return SplitChoice(cut, refusal="" if splitting.is_promised else refusal)
+            return SplitChoice(cut, refusal=refusal, proof_bytes=room_bytes)
         start_s = time.perf_counter()
         proof = SplitProof(
             self.model, context.loss_fn, statistics=not self.allow_statistics, is_terse=is_terse
@@ -126,7 +132,7 @@ class CutChooser:
         self.proof_ms += 1000.0 * (time.perf_counter() - start_s)
         if splitting.is_promised:
             return SplitChoice(cut, weighing)
-        return SplitChoice(cut, weighing, refusal, frozenset(proof.functions))
+        return SplitChoice(cut, weighing, refusal, frozenset(proof.functions), room_bytes)
 
     def _proven(self, run: Callable[[], Proven], bound_bytes: float) -> Proven:
         try:

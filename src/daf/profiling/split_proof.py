@@ -51,9 +51,6 @@ class _Trial(NamedTuple):
     tells_apart: bool = True  # this way from weighing by examples
 
 
-NO_ROOM_TO_PROVE = (
-    "the budget has no room to show that its parts add up to it (split=True asserts that they do)"
-)
 _DRAWN = "it draws from a generator of its own, which its parts would do several times"
 _WRITTEN = "forward writes parameters itself, which its parts would do several times"
 

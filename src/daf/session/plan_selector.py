@@ -27,6 +27,7 @@ from daf.planning.options import Allowed
 from daf.profiling.profiler import probe_sizes
 from daf.session.plan_autotuner import PlanAutotuner, PlanKind, StepMeasurement, plan_kind
 from daf.session.resumable import Resumable
+from daf.step.splitting import NO_ROOM_TO_PROVE
 
 # Tried in turn where a tolerance cannot be kept, so that no more noise is added than must be.
 WIDER_TOLERANCES = (0.05, 0.14, 0.5, 1.0)
@@ -401,7 +402,11 @@ class PlanSelector(Resumable):
             added_bytes += MORE_SIZES_BYTES
         elif len(timed) == 1 and timed[0] < probe_sizes(own.batch_size)[-1]:
             added_bytes += int(FEW_EXAMPLES_SHARE * (modelled_bytes - own.floor_bytes))
-        return self._actual(modelled_bytes) + added_bytes
+        least = self._actual(modelled_bytes)
+        if own.proof_bytes:  # a batch that is not cut for want of room would be, with that
+            proof_bytes = own.proof_bytes + MORE_SIZES_BYTES
+            least = (min if own.split_refusal == NO_ROOM_TO_PROVE else max)(least, proof_bytes)
+        return least + added_bytes
 
     def modelled(self, budget_bytes: int) -> int:
         """Return a budget (bytes) in the profile's own measure, as evidence has corrected it."""

@@ -18,6 +18,9 @@ from daf.torch_compat.pytree import tensors_in_batch
 
 Split = bool | Literal["auto"] | BatchSplit
 NOT_PROVEN = "nothing has shown yet that its parts add up to the whole"
+NO_ROOM_TO_PROVE = (
+    "the budget has no room to show that its parts add up to it (split=True asserts that they do)"
+)
 FORBIDDEN = "split=False was asked for"
 
 
@@ -26,13 +29,15 @@ class SplitChoice:
     """How a batch is cut to measure and train; ``refusal``: why training never cuts it, or "".
 
     ``functions``: those of PyTorch that the proof saw; what calls others is not proven. Empty:
-    nothing was proven.
+    nothing was proven. ``proof_bytes``: the least budget that has room to prove it, 0 if none is
+    needed or known.
     """
 
     cut: BatchCut
     weighing: Weighing = Weighing.EXAMPLES
     refusal: str = ""
     functions: frozenset[str] = frozenset()
+    proof_bytes: int = 0
 
 
 class Splitting:
