@@ -109,7 +109,7 @@ class Profiler:
         Raises:
             PoolFullError: the pool cannot hold even the smallest step of the tightest policy.
         """
-        gc.collect()  # what others left would be freed in mid-measurement, and seem not to be needed
+        gc.collect()  # what others left would be freed meanwhile, and seem not to be needed
         try:
             return self._measured(context, budget_bytes, own, on_progress)
         except (DafError, MemoryError, torch.OutOfMemoryError):
@@ -387,7 +387,7 @@ class Profiler:
 
     def _recover(self) -> None:
         drop_gradients(self.model)
-        gc.collect(1)  # young: frames and graphs of what failed or was proven can be parts of cycles
+        gc.collect(1)  # young frames and graphs of what failed or was proven can be cycles
         self._make_room()
 
     def _settle(self) -> None:
