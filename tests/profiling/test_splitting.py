@@ -518,10 +518,7 @@ def test_a_budget_without_room_to_save_two_examples_plainly_is_still_proven(
         tried.append(proof.is_terse)
         return run(proof, *arguments)
 
-    with (
-        Session(model, still(model), "10MB") as session,
-        pytest.raises(BudgetError) as caught,
-    ):
+    with Session(model, still(model), "10MB") as session, pytest.raises(BudgetError) as caught:
         session.prepare(batch, mean_of_squares)
     assert caught.value.least_bytes is not None
     budget = caught.value.least_bytes  # which counts the proof's room
