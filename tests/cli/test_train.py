@@ -15,6 +15,7 @@ import pytest
 from made_up import MB
 from safetensors.torch import load_file
 
+from daf.files.records import read_json
 from daf.memory import process_memory
 from daf.memory.recycling_allocator import unsupported_reason
 
@@ -57,7 +58,7 @@ def test_a_run_within_a_budget_leaves_everything_it_promises(daf_process: Daf) -
     ran = daf_process(*options("tiny_models:tells_of_itself", budget="1GB", max_steps=3), "--json")
     assert ran.code == 0, ran.err
     summary = ran.json
-    assert summary == json.loads(Path("run/summary.json").read_text())
+    assert summary == read_json(Path("run/summary.json"))
     assert set(summary) >= SPECIFIED_KEYS
     assert None not in [summary[key] for key in SPECIFIED_KEYS]
     assert summary["floor_bytes"] < summary["peak_bytes"] <= summary["budget_bytes"] == 10**9
@@ -344,11 +345,45 @@ def test_resuming_what_is_not_there_or_with_other_settings_is_refused(daf: Daf) 
     refused(daf("train", "--resume", "--out", "run", "--seed", "7"), "seed = 7", "was begun with 0")
 
 
-def test_a_damaged_checkpoint_is_refused(daf: Daf) -> None:
-    daf(*options("tiny_models:classifier", max_steps=1), "--json")
-    checkpoint = Path("run/checkpoint/state.safetensors")
-    checkpoint.write_bytes(checkpoint.read_bytes()[:-50])
-    refused(daf("train", "--resume", "--out", "run"), "cannot read", "state.safetensors")
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_two_are_refused(daf: Daf) -> None:
+    model = "tiny_models:classifier"
+    daf(*options(model, "whole", max_steps=6), "--json")
+    daf(*options(model, max_steps=4, checkpoint_every=3), "--json")
+    newest, before = (
+        Path("run/checkpoint", f"{name}.safetensors") for name in ("state", "previous")
+    )
+    newest.write_bytes(newest.read_bytes()[:-50])
+    log = Path("run/metrics.jsonl")
+    log.write_bytes(log.read_bytes()[:-10])  # in the midst of step 4's line
+    resumed = daf("train", "--resume", "--out", "run", "--max-steps", "6", "--json")
+    assert resumed.code == 0, resumed.err
+    (word,) = resumed.json["warnings"]
+    assert "cannot read run/checkpoint/state.safetensors" in word
+    assert "going on from the checkpoint before it, after step 3" in word
+    assert [line["step"] for line in lines("run/metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    ours, theirs = (Path(run, "model.safetensors").read_bytes() for run in ("run", "whole"))
+    assert ours == theirs
+    for path in (newest, before):
+        path.write_bytes(path.read_bytes()[:-50])
+    refused(daf("train", "--resume", "--out", "run"), "state.safetensors", "previous.safetensors")
+
+
+def test_logs_that_were_cut_or_damaged_never_prevent_resuming_and_are_told(daf: Daf) -> None:
+    daf(*options("tiny_models:classifier", max_steps=4), "--json")
+    for name, kept in (("memory", 60), ("metrics", -10)):  # bytes: both in mid-line
+        log = Path(f"run/{name}.jsonl")
+        log.write_bytes(log.read_bytes()[:kept])
+    resumed = daf("train", "--resume", "--out", "run", "--max-steps", "6", "--json")
+    assert resumed.code == 0, resumed.err
+    assert resumed.json["steps"] == 6
+    lost, also_lost, counted = resumed.json["warnings"]
+    assert "metrics.jsonl has lost or changed lines" in lost
+    assert "memory.jsonl has lost or changed lines" in also_lost
+    assert "holds 5 whole lines of 6 steps" in counted
+    assert [line["step"] for line in lines("run/metrics.jsonl")] == [1, 2, 3, 5, 6]
+    assert daf("report", "run").code == 0
+    again = daf("train", "--resume", "--out", "run", "--max-steps", "7", "--json")
+    assert again.code == 0, again.err
 
 
 def test_a_non_finite_loss_stops_and_keeps_the_weights_from_before_it(daf: Daf) -> None:
@@ -384,8 +419,8 @@ def test_a_full_disk_stops_the_run_and_keeps_what_was_written(
     daf: Daf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        # Settings and the first checkpoint are synced with their folders: four in all.
-        patched.setattr(os, "fsync", full_disk_from_write(6))
+        # Settings and the first checkpoint are synced with their folders, and two logs: six in all.
+        patched.setattr(os, "fsync", full_disk_from_write(8))
         ran = daf(*options("tiny_models:classifier", checkpoint_every=1))
     refused(ran, "disk is full", "state.safetensors is still the version from before")
     assert not list(Path("run").rglob("*.part"))

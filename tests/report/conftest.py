@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from daf.files.records import write_json, write_lines
 
 MB = 10**6
 SUMMARY: dict[str, Any] = {
@@ -88,10 +89,6 @@ SITES = [
 ]
 
 
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Path]:
     """Write a run folder; keywords replace entries of its summary."""
@@ -99,8 +96,8 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
     def make(name: str = "run", **changes: Any) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "summary.json").write_text(json.dumps(SUMMARY | changes))
-        (folder / "plan.json").write_text(json.dumps(PLAN))
+        write_json(folder / "summary.json", SUMMARY | changes)
+        write_json(folder / "plan.json", PLAN)
         write_lines(folder / "sites.jsonl", SITES)
         write_lines(
             folder / "metrics.jsonl",

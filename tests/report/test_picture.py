@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from PIL import Image
 
 from daf.core.errors import PlatformError
+from daf.files.records import GrowingFile, write_json, write_lines
 from daf.report.picture import draw_memory, draw_memory_elsewhere
 from daf.report.run_charts import levels_of
 from daf.report.runs import Memory, Run, read_memory
@@ -29,14 +29,14 @@ SUMMARY = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    write_json(tmp_path / "summary.json", SUMMARY)
     lines: list[dict[str, Any]] = [
         {"seconds": 0.0, "mark": "profile"},
         {"seconds": 2.0, "mark": "train"},
         *({"seconds": i / 10, "resident_bytes": 300_000_000 + i * 5_000_000} for i in range(50)),
         {"seconds": 4.0, "mark": "evaluate"},
     ]
-    (tmp_path / "memory.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "memory.jsonl", lines)
     return tmp_path
 
 
@@ -70,9 +70,9 @@ def red_columns(path: Path, rows: slice) -> int:
 def test_a_budget_that_moved_is_drawn_as_steps(run: Path) -> None:
     assert draw_memory_elsewhere(run) == ""
     level = red_columns(run / "memory.png", slice(0.5, 0.9))
-    with (run / "memory.jsonl").open("a") as log:
+    with GrowingFile(run / "memory.jsonl") as log:
         for seconds, budget in ((-0.5, 600), (1.0, 250), (3.5, 600)):
-            log.write(json.dumps({"seconds": seconds, "budget_bytes": budget * 10**6}) + "\n")
+            log.append([{"seconds": seconds, "budget_bytes": budget * 10**6}])
     assert read_memory(run / "memory.jsonl").budgets == [(0.0, 600), (1.0, 250), (3.5, 600)]
     assert draw_memory_elsewhere(run) == ""
     # In the lower half of the picture there is red only while the budget was low.
@@ -130,6 +130,6 @@ def test_without_matplotlib_it_is_said_what_to_install(
 
 def test_what_went_wrong_with_a_picture_is_told(tmp_path: Path) -> None:
     assert "summary.json" in draw_memory_elsewhere(tmp_path)
-    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    write_json(tmp_path / "summary.json", SUMMARY)
     (tmp_path / "memory.jsonl").write_text("")
     assert "holds no sample" in draw_memory_elsewhere(tmp_path)

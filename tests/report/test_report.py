@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from daf.cli import app
 from daf.core.errors import RunFolderError
 from daf.core.policy import Method
+from daf.files.records import read_json, read_lines, write_json, write_lines
 from daf.report.comparison import COLUMNS, findings, row
 from daf.report.markup import Markup, element
 from daf.report.page import page
@@ -109,8 +110,8 @@ def test_the_waterfall_stands_on_itself_and_ends_in_the_peaks(make_run: Any) -> 
 
 def test_a_plain_run_has_a_waterfall_of_floor_and_peak(make_run: Any) -> None:
     folder = make_run(budget_bytes=None, predicted_peak_bytes=None)
-    plan = json.loads((folder / "plan.json").read_text())
-    (folder / "plan.json").write_text(json.dumps(plan | {"account": None}))
+    plan = read_json(folder / "plan.json")
+    write_json(folder / "plan.json", plan | {"account": None})
     assert [bar.kind for bar in waterfall(read_run(folder))] == ["floor", "measured"]
 
 
@@ -142,9 +143,9 @@ def test_every_treatment_has_a_name_and_colours_of_its_own() -> None:
 
 def test_what_was_given_up_is_told_at_its_site(make_run: Any) -> None:
     folder = make_run()
-    rows = [json.loads(line) for line in (folder / "sites.jsonl").read_text().splitlines()]
+    rows = list(read_lines(folder / "sites.jsonl"))
     rows[0]["evicted_bytes"] = 2 * MB
-    (folder / "sites.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    write_lines(folder / "sites.jsonl", rows)
     cell = strips_of(read_run(folder))[0].cells[0]
     assert cell.reason.endswith("2.00 MB of it were evicted under pressure")
 
@@ -189,12 +190,12 @@ def test_hostile_names_are_text_and_stay_inside_their_script(make_run: Any) -> N
 
 def with_noise(folder: Path) -> Path:
     """Every tenth step knows what codes add (0.25 and falling) beside the batch's own (2.0)."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = list(read_lines(folder / "metrics.jsonl"))
     for line in lines:
         known = line["step"] % 10 == 0
         line["added_variance"] = 2.5 / line["step"] if known else None
         line["batch_variance"] = 2.0 if known else None
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    write_lines(folder / "metrics.jsonl", lines)
     return folder
 
 

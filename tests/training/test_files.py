@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from daf.core.errors import RunFolderError
-from daf.files.atomic import GrowingFile, read_lines, replacing
+from daf.files.atomic import replacing
 from daf.files.checkpoint import read_checkpoint, write_checkpoint
 from daf.files.plain_state import from_plain, to_plain
+from daf.files.records import GrowingFile, read_lines, write_json
 from daf.files.tensor_file import read_tensors, write_tensors
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
@@ -174,7 +175,7 @@ def test_a_checkpoint_survives_a_disk_that_really_fills_up(small_disk: Path) -> 
         GrowingFile(small_disk / "log") as log,
         pytest.raises(RunFolderError, match="lines so far"),
     ):
-        log.append("x" * 300_000)
+        log.append([{"text": "x" * 300_000}])
 
 
 def trained(
@@ -226,13 +227,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_crash_logged_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.claim()
-    folder.begin(TrainSettings("resnet20"))
+    folder = RunFolder(tmp_path)
     with GrowingFile(folder.metrics) as metrics:
-        for number in range(1, 6):
-            metrics.append(f'{{"step": {number}}}\n')
-        metrics.append('{"step": 6, "lo')  # the crash
+        metrics.append({"step": number} for number in range(1, 6))
+    with folder.metrics.open("a") as metrics:
+        metrics.write('{"step": 6, "lo')  # the crash
     folder.keep_metrics_until(3)
     assert [line["step"] for line in read_lines(folder.metrics)] == [1, 2, 3]
 
@@ -240,7 +239,6 @@ def test_what_a_crash_logged_after_the_checkpoint_is_dropped(tmp_path: Path) -> 
 def test_settings_survive_and_may_only_be_lengthened(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     settings = TrainSettings("resnet20", epochs=2, bits="exact", budget=7)
-    folder.claim()
     folder.begin(settings)
     assert folder.read_settings() == settings
     assert settings.resumed_with({"epochs": 3, "bits": "exact"}).epochs == 3
@@ -250,7 +248,7 @@ def test_settings_survive_and_may_only_be_lengthened(tmp_path: Path) -> None:
 
 def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.settings.write_text('{"model": "resnet20", "colour": "blue"}')
+    write_json(folder.settings, {"model": "resnet20", "colour": "blue"})
     with pytest.raises(RunFolderError, match="colour"):
         folder.read_settings()
 
@@ -258,5 +256,5 @@ def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:
 def test_a_folder_with_other_things_in_it_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(RunFolderError, match="not empty"):
-        RunFolder(tmp_path).claim()
+        RunFolder(tmp_path).held(resumes=False).__enter__()
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]

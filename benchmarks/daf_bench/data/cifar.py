@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
-import zipfile
-import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from daf.core.errors import DataError
 from daf.training.data.images import ImageData, LabelledImages, Normalisation
+from daf.training.task import MOST_CLASSES
+from daf_bench.data.array_pickle import MOST_BYTES, UNREADABLE, load_arrays
+from daf_bench.data.guarded_files import open_data, read_npz
 
 CIFAR10_NORMALISATION = Normalisation(
     (0.4914, 0.4822, 0.4465),
@@ -35,17 +33,6 @@ _CLASSES = (
 _KEYS = ("x_train", "y_train", "x_test", "y_test")
 _TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _TEST_FILE = "test_batch"
-# What the unpickler raises for bytes that are no pickle, or a truncated one.
-_UNREADABLE = (
-    OSError,
-    EOFError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    pickle.UnpicklingError,
-)
 
 
 def load_cifar10(path: Path, image_size: int | None = None) -> ImageData:
@@ -82,25 +69,11 @@ def _named(
 
 
 def _from_npz(path: Path) -> tuple[LabelledImages, LabelledImages, tuple[str, ...]]:
-    try:
-        # Opened here: numpy does not close a file that it cannot read.
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            missing = [key for key in _KEYS if key not in file]
-            if missing:
-                raise DataError(
-                    f"{path}: expected {', '.join(_KEYS)}; missing {', '.join(missing)}; "
-                    f"found {', '.join(file) or 'nothing'}"
-                )
-            arrays = {key: file[key] for key in _KEYS}
-            classes = (
-                tuple(str(name) for name in file["classes"]) if "classes" in file else _CLASSES
-            )
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(
-            f"{path} is not a whole .npz file ({error}); it may be truncated: fetch it again"
-        ) from error
+    arrays = read_npz(path, _KEYS, ("classes",))
+    names = arrays.get("classes", np.array(_CLASSES))
+    if names.ndim != 1 or len(names) > MOST_CLASSES:
+        raise DataError(f"{path} classes: expected at most {MOST_CLASSES} names in a row")
+    classes = tuple(str(name) for name in names)
     train = _checked(f"{path} x_train", arrays["x_train"], arrays["y_train"], len(classes))
     test = _checked(f"{path} x_test", arrays["x_test"], arrays["y_test"], len(classes))
     return train, test, classes
@@ -142,13 +115,15 @@ def _from_folder(folder: Path) -> tuple[LabelledImages, LabelledImages]:
 
 
 def _read_batch(path: Path) -> LabelledImages:
-    try:
-        with path.open("rb") as file:
-            batch = _ArrayUnpickler(file, encoding="bytes").load()
-    except FileNotFoundError as error:
+    if not path.exists():
         needed = ", ".join((*_TRAIN_FILES, _TEST_FILE))
-        raise DataError(f"{path} is missing; a CIFAR-10 folder holds {needed}") from error
-    except _UNREADABLE as error:
+        raise DataError(f"{path} is missing; a CIFAR-10 folder holds {needed}")
+    try:
+        with open_data(path, path.parent) as file:
+            batch = load_arrays(file.read(MOST_BYTES + 1))
+    except DataError:
+        raise
+    except UNREADABLE as error:
         raise DataError(
             f"{path} is not a whole CIFAR-10 batch ({error}); fetch it again"
         ) from error
@@ -160,33 +135,8 @@ def _arrays(path: Path, batch: object) -> tuple[NDArray[np.generic], NDArray[np.
     labels = batch.get(b"labels") if isinstance(batch, dict) else None
     if not isinstance(pixels, np.ndarray) or not isinstance(labels, list) or pixels.ndim != 2:
         raise DataError(f"{path}: expected a dict with an array 'data' and a list 'labels'")
+    if any(type(label) is not int or abs(label) > MOST_CLASSES for label in labels):
+        raise DataError(f"{path}: expected whole numbers as labels")
     if pixels.shape[1] != 3 * 32 * 32:
         raise DataError(f"{path}: expected rows of 3072 pixels, found {pixels.shape[1]}")
-    return pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), np.asarray(labels)
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    """An unpickler of NumPy arrays and plain containers only: a pickle can run any code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return _allowed(module, name)
-
-
-def _allowed(module: str, name: str) -> Callable[..., Any]:
-    if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        rebuild: Any = np.empty(0).__reduce__()[0]
-        return rebuild  # type: ignore[no-any-return]
-    known: dict[tuple[str, str], Callable[..., Any]] = {
-        ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): np.dtype,
-        ("_codecs", "encode"): _encode_latin1,  # how Python 3 writes bytes for Python 2
-    }
-    if (module, name) not in known:
-        raise pickle.UnpicklingError(f"it asks to run {module}.{name}, which no image data needs")
-    return known[module, name]
-
-
-def _encode_latin1(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it asks for the codec {encoding!r}")
-    return text.encode("latin1")
+    return pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), np.array(labels, np.int64)

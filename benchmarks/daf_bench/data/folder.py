@@ -7,13 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from daf.core.errors import DataError
-from daf.training.data.images import (
-    ByteArray,
-    ImageData,
-    LabelledImages,
-    Normalisation,
-    split_apart,
-)
+from daf.training.data.images import ImageData, LabelledImages, Normalisation, split_apart
+from daf_bench.data.image_file import read_image
 
 DEFAULT_SIZE = 224
 IMAGENET_NORMALISATION = Normalisation(
@@ -24,9 +19,12 @@ IMAGENET_NORMALISATION = Normalisation(
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 _TEST_FRACTION = 0.2
 _TEST_NAMES = ("test", "val")
+_MOST_NAMED = 10
 
 
-def load_folder(path: Path, image_size: int = DEFAULT_SIZE) -> ImageData:
+def load_folder(
+    path: Path, image_size: int = DEFAULT_SIZE, leave_out_unreadable: bool = False
+) -> ImageData:
     """Read every image of ``path/CLASS/*`` as ``image_size`` x ``image_size`` RGB.
 
     Subfolders ``train`` and ``test`` (or ``val``) are the two parts. Without them a fifth of every
@@ -34,17 +32,25 @@ def load_folder(path: Path, image_size: int = DEFAULT_SIZE) -> ImageData:
 
     Raises:
         DataError: Pillow or the folder is missing, there are fewer than two classes, or an image
-            cannot be read.
+            cannot be read; ``leave_out_unreadable`` leaves such images out.
     """
     test_folder = next((path / name for name in _TEST_NAMES if (path / name).is_dir()), None)
     if (path / "train").is_dir() and test_folder is not None:
         classes = _class_names(path / "train")
-        train = _read_all(_listed(path / "train", classes), image_size)
-        test = _read_all(_listed(test_folder, classes), image_size)
+        parts = [_listed(path / "train", classes), _listed(test_folder, classes)]
     else:
         classes = _class_names(path)
-        train_files, test_files = _split(_listed(path, classes))
-        train, test = _read_all(train_files, image_size), _read_all(test_files, image_size)
+        parts = list(_split(_listed(path, classes)))
+    trouble: list[str] = []
+    train, test = (_read_all(path, part, image_size, trouble) for part in parts)
+    if trouble and not leave_out_unreadable:
+        raise DataError(
+            f"{len(trouble)} of {len(parts[0]) + len(parts[1])} images in {path} cannot be read: "
+            f"{'; '.join(trouble[:_MOST_NAMED])}{'; …' if len(trouble) > _MOST_NAMED else ''}: "
+            "mend or remove them, or leave them out by --leave-out-unreadable"
+        )
+    for part in (train, test):
+        _refuse_empty_classes(path, part, classes)
     return ImageData(
         name=f"images:{path}",
         train=train,
@@ -52,7 +58,15 @@ def load_folder(path: Path, image_size: int = DEFAULT_SIZE) -> ImageData:
         classes=classes,
         full_scale=255,
         normalisation=IMAGENET_NORMALISATION,
+        left_out=tuple(trouble),
     )
+
+
+def _refuse_empty_classes(path: Path, part: LabelledImages, classes: tuple[str, ...]) -> None:
+    present = set(part.labels.tolist())
+    empty = [name for label, name in enumerate(classes) if label not in present]
+    if empty:
+        raise DataError(f"{path}: no image of {', '.join(empty)} can be read; add some")
 
 
 _Listing = list[tuple[Path, int]]
@@ -96,21 +110,17 @@ def _split(listing: _Listing) -> tuple[_Listing, _Listing]:
     return train, test
 
 
-def _read_all(listing: _Listing, size: int) -> LabelledImages:
-    images = np.empty((len(listing), size, size, 3), np.uint8)
-    for place, (file, _) in zip(images, listing, strict=True):
-        place[...] = _read_image(file, size)
-    return LabelledImages(images, np.array([label for _, label in listing], np.int64))
-
-
-def _read_image(file: Path, size: int) -> ByteArray:
+def _read_all(folder: Path, listing: _Listing, size: int, trouble: list[str]) -> LabelledImages:
+    """Return the images that can be read; append a sentence on each of the others."""
     try:
-        from PIL import Image  # an extra, used only here
-    except ModuleNotFoundError as error:
-        raise DataError("images:FOLDER needs Pillow; try: pip install pillow") from error
-    try:
-        with Image.open(file) as image:
-            square = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
-            return np.asarray(square, np.uint8)
-    except OSError as error:
-        raise DataError(f"{file} is not a whole image ({error}); replace or remove it") from error
+        images = np.empty((len(listing), size, size, 3), np.uint8)
+    except (MemoryError, ValueError) as error:
+        raise DataError(f"asked for {len(listing)} images of {size} x {size}: {error}") from error
+    labels = []
+    for file, label in listing:
+        try:
+            images[len(labels)] = read_image(folder, file, size)
+            labels.append(label)
+        except DataError as error:
+            trouble.append(str(error))
+    return LabelledImages(images[: len(labels)], np.array(labels, np.int64))

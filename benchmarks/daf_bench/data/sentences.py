@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from daf.core.errors import DataError
+from daf_bench.data.guarded_files import text_lines
 from daf_bench.data.sentence_tasks import NO_CLASSES, SentenceData
 from daf_bench.data.tokens import make_tokenizer, token_rows
 
@@ -99,7 +100,7 @@ def load_sentences(
     form, splitter = _FORMS[kind], make_tokenizer(tokenizer)
     parts = []
     for names in (form.train, form.test):
-        examples = _read(kind, _existing(kind, path, names), form)
+        examples = _read(_existing(kind, path, names), form)
         texts = [(first, second) for first, second, _ in examples]
         targets = [target for _, _, target in examples]
         parts.append(token_rows(splitter, texts, targets, context))
@@ -122,7 +123,7 @@ load_e2e = partial(load_sentences, "e2e")
 
 def _existing(kind: str, folder: Path, names: tuple[str, ...]) -> Path:
     for name in names:
-        if (folder / name).is_file():
+        if (folder / name).exists():
             return folder / name
     raise DataError(
         f"asked for {kind}:{folder}, but there is no {' or '.join(names)} in it; "
@@ -130,15 +131,9 @@ def _existing(kind: str, folder: Path, names: tuple[str, ...]) -> Path:
     )
 
 
-def _read(kind: str, path: Path, form: _Form) -> list[Example]:
-    try:
-        # Not splitlines(): texts contain characters that it takes for ends of lines.
-        lines = path.read_text("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"asked for {kind} in {path}, which cannot be read: {error}") from error
+def _read(path: Path, form: _Form) -> list[Example]:
     examples = []
-    for number, line in enumerate(lines, 1):
-        text = line.rstrip("\r")
+    for number, text in enumerate(text_lines(path, path.parent), 1):
         if not text.strip() or (form.header and number == 1):
             continue
         try:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +13,11 @@ from numpy.typing import NDArray
 
 from daf.core.errors import DataError
 from daf.training.data.images import ByteArray, ImageData, LabelledImages, Normalisation
+from daf_bench.data.guarded_files import read_npz
 
 _KEYS = ("audio", "label", "speaker")
 _SIZE = 32
+_DIGITS = 10
 _SAMPLES_PER_S = 8000
 _WINDOW = 512
 _DECIBELS = 80.0  # quieter than a clip's loudest point by so much is silence
@@ -41,19 +42,12 @@ def read_spoken_digits(path: Path) -> SpokenDigits:
     Raises:
         DataError: the file is missing, damaged or holds something else.
     """
-    if not path.is_file():
+    if not path.exists():
         raise DataError(
             f"asked for spoken:{path}, but there is no such file; name an .npz with "
             f"{', '.join(_KEYS)}"
         )
-    try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in _KEYS if key in file}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is not a whole .npz file ({error}); fetch it again") from error
-    missing = [key for key in _KEYS if key not in arrays]
-    if missing:
-        raise DataError(f"{path}: expected {', '.join(_KEYS)}; missing {', '.join(missing)}")
+    arrays = read_npz(path, _KEYS)
     audio, label, speaker = (arrays[key] for key in _KEYS)
     if audio.ndim != 2 or audio.dtype != np.int16 or audio.shape[1] < _WINDOW:
         raise DataError(
@@ -65,6 +59,13 @@ def read_spoken_digits(path: Path) -> SpokenDigits:
             f"{path}: expected as many labels and speakers as clips, "
             f"found {len(audio)}, {list(label.shape)} and {list(speaker.shape)}"
         )
+    if label.dtype.kind not in "iu" or speaker.dtype.kind not in "iu":
+        raise DataError(
+            f"{path}: expected whole numbers as labels and speakers, found {label.dtype} and "
+            f"{speaker.dtype}"
+        )
+    if label.min() < 0 or label.max() >= _DIGITS:
+        raise DataError(f"{path}: labels run from {label.min()} to {label.max()}; digits to 9")
     images = LabelledImages(_pictures(audio), label.astype(np.int64))
     return SpokenDigits(images, speaker.astype(np.int64))
 

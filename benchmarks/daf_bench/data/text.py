@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from daf.core.errors import DataError
 from daf.training.data.images import ByteArray
 from daf.training.task import Batch, Goal, Indices, Loss, Task, scores_of
+from daf_bench.data.guarded_files import open_data
 
 MASK_SYMBOL = 256
 VOCABULARY = 257  # every byte, and the mask symbol
@@ -62,10 +63,8 @@ def load_text(path: Path, context: int = DEFAULT_CONTEXT) -> TextData:
     Raises:
         DataError: the file is missing, or its test part is shorter than one window.
     """
-    try:
-        contents = np.fromfile(path, np.uint8)
-    except OSError as error:
-        raise DataError(f"asked for text:{path}, but it cannot be read: {error}") from error
+    with open_data(path) as file:
+        contents = np.fromfile(file, np.uint8)
     tests = int(len(contents) * _TEST_FRACTION)
     if tests < context + 1:
         raise DataError(

@@ -104,10 +104,11 @@ def token_rows(
     context: int,
 ) -> TokenRows:
     """Return all texts as rows of ``context`` tokens."""
-    rows = [tokenizer.row(first, second, context) for first, second in texts]
-    return TokenRows(
-        np.array([tokens for tokens, _, _ in rows], np.int32).reshape(len(rows), context),
-        np.array([length for _, length, _ in rows], np.int64),
-        np.array([prompt for _, _, prompt in rows], np.int64),
-        np.asarray(targets, np.float32),
-    )
+    try:
+        tokens = np.empty((len(texts), context), np.int32)
+    except (MemoryError, ValueError) as error:
+        raise DataError(f"asked for {len(texts)} rows of {context} tokens: {error}") from error
+    lengths, prompts = np.empty((2, len(texts)), np.int64)
+    for place, (first, second) in enumerate(texts):
+        tokens[place], lengths[place], prompts[place] = tokenizer.row(first, second, context)
+    return TokenRows(tokens, lengths, prompts, np.asarray(targets, np.float32))

@@ -64,7 +64,7 @@ class LiveDisplay(LineDisplay):
         from rich.live import Live
 
         super().__init__()
-        self._console = console or Console()
+        self._console = console or Console(markup=False, emoji=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 
     def begin(self, total_steps: int, first_step: int, budget_bytes: int | None) -> None:
@@ -127,6 +127,8 @@ def show_summary(summary: dict[str, Any], folder: RunFolder) -> None:
     table = Table.grid(padding=(0, 2))
     for name, value in zip(COLUMNS, row(str(folder.path), summary), strict=True):
         table.add_row(name, value)
+    for sentence in summary["warnings"]:
+        table.add_row("note", sentence)
     if summary["evicted_bytes"]:
         table.add_row("evicted", f"{format_bytes(summary['evicted_bytes'])} of codes in all steps")
-    Console().print(table, highlight=False)
+    Console(markup=False, emoji=False).print(table, highlight=False)

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from daf.cli import options
 from daf.core.errors import RunFolderError
+from daf.files.atomic import replacing
 from daf.report.comparison import findings
 from daf.report.page import page
 from daf.report.picture import draw
@@ -44,27 +45,28 @@ def report_command(
         _draw(png, found)
     if as_json:
         report = {
-            "runs": [{"name": run.name, **run.summary} for run in found],
+            "runs": [
+                {"name": run.name, **run.summary, "problems": list(run.problems)} for run in found
+            ],
             "findings": findings(found),
             "page": None if written is None else str(written),
             "picture": None if png is None else str(png),
         }
         typer.echo(json.dumps(report))
         return
-    console = Console()
+    console = Console(markup=False, emoji=False)  # names are shown as they are
     show_report(found, console)
     for name, path in (("page", written), ("picture", png)):
         if path is not None:
-            console.print(f"{name}: {path}", highlight=False, markup=False)
+            console.print(f"{name}: {path}", highlight=False)
 
 
 def _write(path: Path, content: str) -> None:
     try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot write {path}: {error.strerror}; name another --html"
-        ) from error
+        with replacing(path) as file:
+            file.write(content.encode())
+    except RunFolderError as error:
+        raise RunFolderError(f"{error}; name another --html") from error
 
 
 def _draw(path: Path, runs: list[Run]) -> None:

@@ -16,7 +16,9 @@ from daf.cli import options
 from daf.cli.display import make_display, show_summary
 from daf.cli.group import EXIT_INTERRUPTED
 from daf.report.picture import draw_memory_elsewhere
+from daf.training.data import DATA
 from daf.training.loop import train
+from daf.training.models import MODELS
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
 
@@ -43,6 +45,7 @@ def train_command(
             raise typer.BadParameter("say which run: --resume --out runs/NAME")
         folder = RunFolder(out)
         settings = folder.read_settings().resumed_with(_given(ctx, values))
+        _say_what_is_imported(folder, settings)
     else:
         settings = TrainSettings(**values)
         folder = RunFolder(out or _default_out(settings))
@@ -64,6 +67,18 @@ def _given(ctx: typer.Context, values: Mapping[str, Any]) -> dict[str, Any]:
     sources = {name: ctx.get_parameter_source(name) for name in values}
     given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
     return {name: value for name, value in values.items() if name in given}
+
+
+def _say_what_is_imported(folder: RunFolder, settings: TrainSettings) -> None:
+    """Name the code that a run's folder, perhaps another's, is about to run."""
+    for names, reference in ((MODELS, settings.model), (DATA, settings.data)):
+        origin = names.origin(reference)
+        if origin is not None:
+            print(
+                f"daf: {folder.path} names the {names.kind} {reference!r}: importing it from "
+                f"{origin}",
+                file=sys.stderr,
+            )
 
 
 def _default_out(settings: TrainSettings) -> Path:

@@ -86,6 +86,10 @@ class RunFolderError(DafError, OSError):
     """A run's folder cannot be written, read or resumed."""
 
 
+class DamagedFileError(RunFolderError):
+    """A file of a run is missing, cut, or not what was written."""
+
+
 class PlatformError(DafError, RuntimeError):
     """This operating system cannot do what was asked."""
 

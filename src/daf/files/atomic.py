@@ -1,35 +1,79 @@
-"""Files that are replaced atomically, and files of lines that only grow."""
+"""Files that are replaced atomically, and folders that one process holds.
+
+Nothing is written through a link, and temporary names cannot be guessed: a run's folder may lie
+where others can write.
+"""
 
 from __future__ import annotations
 
 import errno
-import json
+import io
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from daf.core.errors import RunFolderError
 
-_TEMPORARY_SUFFIX = ".part"
+PRIVATE = 0o600  # the mode of files that hold weights or data
+_SHARED = 0o666  # less the user's mask
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.part")
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Replace ``path`` once safely on disk; raises RunFolderError, and keeps it, if that fails."""
-    temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
+def replacing(path: Path, *, mode: int = _SHARED, kept: Path | None = None) -> Iterator[BinaryIO]:
+    """Replace ``path`` once safely on disk; raises RunFolderError, and keeps it, if that fails.
+
+    ``mode``: permissions of a new file. ``kept``: where the file from before stays, if there is
+    one; at every moment one of both is whole.
+    """
+    temporary = _unused(path)
     try:
-        with temporary.open("wb") as file:
+        with _new_file(temporary, mode) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if kept is not None and path.exists():
+            _keep(path, kept)
         temporary.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
-        raise write_error(path, error) from error
+        raise error if isinstance(error, RunFolderError) else write_error(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _unused(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+
+
+def _new_file(path: Path, mode: int) -> BinaryIO:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    return os.fdopen(os.open(path, flags, mode), "w+b")
+
+
+def _keep(path: Path, kept: Path) -> None:
+    """Let ``kept`` name the file that ``path`` names."""
+    link = _unused(kept)
+    try:
+        os.link(path, link, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        path.replace(kept)
+        return
+    link.replace(kept)
+    link.unlink(missing_ok=True)  # a rename between two names of one file leaves both
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what a killed process left of ``replacing`` in a folder that this process holds."""
+    for path in folder.glob(".*.part"):
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -42,61 +86,19 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> io.FileIO:
+    """Open a file without buffers; raises OSError for a device, a pipe or a folder, at once."""
+    # Without O_NONBLOCK opening a pipe would wait for its writer.
+    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), _SHARED)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return io.FileIO(file, "r+" if flags & (os.O_WRONLY | os.O_RDWR) else "r")
+
+
 def write_error(path: Path, error: OSError) -> RunFolderError:
     """Return the error of an unwritable ``path``: why, what is kept, what to try."""
     kept = f"{path} is still the version from before" if path.exists() else f"{path} was not made"
-    if error.errno == errno.ENOSPC:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return RunFolderError(f"the disk is full: cannot write {path}; {kept}; free some space")
     return RunFolderError(f"cannot write {path}: {error.strerror or error}; {kept}")
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write one JSON object, atomically."""
-    with replacing(path) as file:
-        file.write((json.dumps(value, indent=2) + "\n").encode())
-
-
-def write_lines(path: Path, objects: Iterable[Mapping[str, Any]]) -> None:
-    """Write JSON objects, one a line, atomically."""
-    with replacing(path) as file:
-        file.write("".join(json.dumps(each) + "\n" for each in objects).encode())
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file of lines up to a truncated one; none without the file."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if not line.endswith("\n"):
-                return
-            yield json.loads(line)
-
-
-class GrowingFile:
-    """A file of lines that reach the system before ``append`` returns; raises RunFolderError."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise write_error(path, error) from error
-
-    def append(self, lines: str) -> None:
-        """Append whole lines; raises RunFolderError if the disk is full (earlier lines stay)."""
-        rest = memoryview(lines.encode())
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            raise RunFolderError(
-                f"cannot write {self._path}: {error.strerror or error}; its lines so far and the "
-                "last checkpoint are kept; free some space, then --resume"
-            ) from error
-
-    def __enter__(self) -> GrowingFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()

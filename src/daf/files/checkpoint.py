@@ -16,49 +16,66 @@ import torch
 from torch import Tensor, nn
 
 from daf.core.errors import RunFolderError
-from daf.files.atomic import replacing
+from daf.files.atomic import PRIVATE, replacing
 from daf.files.plain_state import from_plain, to_plain
 from daf.files.tensor_file import read_tensors, write_tensors
 
-FORMAT = "daf-checkpoint-2"
+FORMAT = "daf-checkpoint-3"
 _MODEL = "model/"
 
 
 def write_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    *,
+    kept: Path | None = None,
 ) -> None:
     """Write model, optimizer, random states and ``state`` to ``path``, atomically.
 
-    Raises RunFolderError on a full disk (the old file stays), and for other objects in ``state``.
+    ``kept``: where the checkpoint from before stays. Raises RunFolderError on a full disk (the old
+    file stays), and for other objects in ``state``.
     """
     whole = {"run": state, "optimizer": optimizer.state_dict(), "random": _random_states()}
     plain, tensors = to_plain(whole)
     named = {_MODEL + name: tensor for name, tensor in model.state_dict().items()}
     metadata = {"format": FORMAT, "state": json.dumps(plain)}
-    with replacing(path) as file:
+    with replacing(path, mode=PRIVATE, kept=kept) as file:
         write_tensors(file, named | tensors, metadata)
 
 
 def read_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Restore a run, return its ``state``; raises RunFolderError if missing or of another model."""
+    """Restore a run, return its ``state``.
+
+    Raises:
+        DamagedFileError: the file is missing or damaged; nothing was restored.
+        RunFolderError: it is of another model or another version.
+    """
     tensors, whole = _read(path)
     try:
         _load_model(model, tensors)
         _load_optimizer(optimizer, whole["optimizer"])
         _set_random_states(whole["random"])
-    except (KeyError, ValueError, RuntimeError) as error:
+        state: dict[str, Any] = whole["run"]
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise RunFolderError(f"{path} does not fit this model: {error}") from error
-    state: dict[str, Any] = whole["run"]
     return state
 
 
 def load_model(path: Path, model: nn.Module) -> int:
-    """Restore only the model; return its step. Raises RunFolderError if missing or damaged."""
+    """Restore only the model; return its step. Raises as ``read_checkpoint``."""
     tensors, whole = _read(path)
     _load_model(model, tensors)
     return int(whole["run"]["step"])
+
+
+def checkpoint_state(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's ``state`` and restore nothing; raises as ``read_checkpoint``."""
+    state: dict[str, Any] = _read(path)[1]["run"]
+    return state
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -42,7 +42,7 @@ def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
     def restore(item: Any) -> Any:
         if not isinstance(item, dict):
             return item
-        kind, content = next(iter(item.items()))
+        ((kind, content),) = item.items()
         if kind == "tensor":
             return torch.clone(tensors[content])
         if kind == "dict":
@@ -52,5 +52,5 @@ def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 
     try:
         return restore(plain)
-    except (KeyError, TypeError, ValueError, StopIteration) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise RunFolderError(f"a checkpoint's state is damaged: {error!r}") from error

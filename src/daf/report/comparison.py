@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from daf.core.units import format_bytes
-from daf.report.runs import Record, Run
+from daf.report.runs import Record, Run, above_floor_bytes
 from daf.report.scale import number
 
 COLUMNS = (
@@ -20,8 +20,8 @@ def row(name: str, summary: Record) -> list[str]:
     return [
         name,
         _bytes(summary["budget_bytes"]),
-        format_bytes(summary["peak_bytes"]),
-        format_bytes(summary["peak_bytes"] - summary["floor_bytes"]),
+        _bytes(summary["peak_bytes"]),
+        _bytes(above_floor_bytes(summary)),
         _bytes(summary["predicted_peak_bytes"] or None),
         _bytes(summary["saved_bytes_peak"] or None),
         "–" if step_ms is None else f"{step_ms:,.0f} ms",
@@ -68,7 +68,10 @@ def _beside(run: Run, first: Run) -> list[str]:
 
 
 def _memory_and_time(run: Run, first: Run) -> str:
-    ratio = run.above_floor_bytes / first.above_floor_bytes
+    above, beside = run.above_floor_bytes, first.above_floor_bytes
+    if above is None or not beside:
+        return f"the memory of {run.name} and {first.name} above their floors is not known."
+    ratio = above / beside
     memory = f"{run.name} peaked at {ratio:.2f} × the memory above the floor of {first.name}"
     ours, theirs = run.summary["step_ms_median"], first.summary["step_ms_median"]
     if not ours or not theirs:

@@ -8,14 +8,14 @@ from typing import Any
 
 from daf.core.units import format_bytes
 from daf.report.comparison import COLUMNS, findings, row
-from daf.report.markup import Markup, element, quiet, table
+from daf.report.markup import Markup, element, joined, quiet, table
 from daf.report.palette import style_sheet
 from daf.report.plan_section import plan_figure
 from daf.report.run_charts import (
     account_chart,
     last_noise,
     losses_of_all,
-    memory_chart,
+    memory_charts,
     memory_of_all,
     training_charts,
 )
@@ -78,7 +78,7 @@ def comparison(runs: Sequence[Run]) -> Markup:
         "section",
         table(COLUMNS, [row(run.name, run.summary) for run in runs]),
         element("ul", *said, class_="findings"),
-        memory_of_all(runs).html(),
+        *(chart.html() for chart in memory_of_all(runs)),
         *(chart.html() for chart in losses_of_all(runs)),
         aria_label="Comparison",
     )
@@ -91,13 +91,21 @@ def run_section(run: Run, *, alone: bool) -> Markup:
         "section",
         *name,
         element("p", _facts(run.summary), class_="facts"),
+        _problems(run),
         _tiles(run),
-        memory_chart(run).html(),
+        *(chart.html() for chart in memory_charts(run)),
         account_chart(run).html(),
         plan_figure(run),
         _training(run),
         aria_label=f"Run {run.name}",
     )
+
+
+def _problems(run: Run) -> Markup:
+    if not run.problems:
+        return joined()
+    items = [element("li", sentence) for sentence in run.problems]
+    return joined(quiet("What is missing or damaged:"), element("ul", *items, class_="findings"))
 
 
 def _training(run: Run) -> Markup:
@@ -124,6 +132,7 @@ def _tiles(run: Run) -> Markup:
     if summary["step_ms_median"] is not None:
         rate = f"a step, median; {number(summary['examples_per_s'])} examples a second"
         cells.append((f"{summary['step_ms_median']:,.0f} ms", rate))
+    if summary["loss"] is not None:
         cells.append((f"{summary['loss']:.4f}", "training loss, mean of the last steps"))
     noise = last_noise(run)
     if noise is not None:
@@ -138,6 +147,8 @@ def _tiles(run: Run) -> Markup:
 def _peak_tile(run: Run) -> tuple[str, str]:
     peak, budget = run.summary["peak_bytes"], run.budget_bytes
     whose = run.whose_memory
+    if peak is None:
+        return "unknown", f"peak of {whose}"
     if budget is None:
         return format_bytes(peak), f"peak of {whose}; no budget was given"
     way = "spare" if peak <= budget else "too much"
@@ -156,6 +167,8 @@ def _facts(summary: Record) -> str:
         "seed": summary["seed"],
         "threads": summary["threads"],
     }
-    versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
-    listed = " · ".join(f"{name} {value}" for name, value in named.items())
-    return f"{summary['model']}, {summary['parameters']:,} parameters · {listed} · {versions}"
+    versions = [f"{name} {version}" for name, version in (summary["versions"] or {}).items()]
+    listed = [f"{name} {value}" for name, value in named.items() if value is not None]
+    size = summary["parameters"]
+    model = str(summary["model"]) + ("" if size is None else f", {size:,} parameters")
+    return " · ".join([model, *listed, ", ".join(versions)]).removesuffix(" · ")

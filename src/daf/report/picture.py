@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from daf.core.errors import DafError, PlatformError
+from daf.files.atomic import replacing
 from daf.report.chart import BarChart, LineChart
 from daf.report.palette import INK, QUIET, RULE, STYLES
-from daf.report.run_charts import memory_chart
+from daf.report.run_charts import memory_charts
 from daf.report.runs import read_run
 from daf.report.treatments import COLOURS
 
@@ -28,16 +30,26 @@ _LIMIT_S = 120
 def draw(charts: Sequence[LineChart | BarChart], path: Path) -> None:
     """Draw charts into one PNG; raises PlatformError without Matplotlib, OSError if unwritable."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # large, and used only here
+        from matplotlib import rc_context  # large, and used only here
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PlatformError(
             f"asked to draw {path}, which needs Matplotlib; try: pip install 'daf-train[pictures]'"
         ) from error
+    content = io.BytesIO()
+    with rc_context({"text.parse_math": False}):  # names are shown as they are
+        figure = _figure(charts, Figure)
+        FigureCanvasAgg(figure)
+        figure.savefig(content, format="png")
+    with replacing(path) as file:
+        file.write(content.getvalue())
+
+
+def _figure(charts: Sequence[LineChart | BarChart], make: Callable[..., Any]) -> Any:
     columns = 2 if len(charts) >= _ACROSS_FROM else 1
     rows = -(-len(charts) // columns)
-    figure = Figure(figsize=(9 * columns, 4.4 * rows), dpi=160 // columns, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make(figsize=(9 * columns, 4.4 * rows), dpi=160 // columns, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes in panels[len(charts) :]:
         axes.set_axis_off()
@@ -47,7 +59,7 @@ def draw(charts: Sequence[LineChart | BarChart], path: Path) -> None:
         else:
             _draw_bars(axes, chart)
         _dress(axes, chart.title)
-    figure.savefig(path)
+    return figure
 
 
 def _draw_lines(axes: Any, chart: LineChart) -> None:
@@ -109,7 +121,10 @@ def draw_memory(folder: Path) -> Path:
     """Draw a run's ``memory.png`` and return its path; raises as ``read_run`` and ``draw``."""
     run = read_run(folder)
     path = folder / "memory.png"
-    draw([replace(memory_chart(run), title=run.title)], path)
+    charts = memory_charts(run)
+    if not charts:
+        raise ValueError(f"{folder / 'memory.jsonl'} holds no sample")
+    draw([replace(charts[0], title=run.title)], path)
     return path
 
 

@@ -16,7 +16,7 @@ def plan_figure(run: Run) -> Markup:
     """Return a cell for every saved tensor: width by bytes, colour by treatment."""
     strips = strips_of(run)
     if not strips:
-        return quiet("The folder holds no sites.jsonl: the run was made by an older version.")
+        return quiet("The folder holds no whole sites.jsonl, which a run leaves at its end.")
     most = max(strip.plain_bytes for strip in strips) or 1
     rows = [_strip_row(strip, most, strips[0].cells[0]) for strip in strips]
     count = sum(len(strip.cells) for strip in strips)

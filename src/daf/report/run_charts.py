@@ -38,18 +38,20 @@ _MB = 1e6
 def charts_of(runs: Sequence[Run]) -> list[LineChart | BarChart]:
     """Return every chart of one picture of the runs, in the page's order."""
     if len(runs) > 1:
-        return [memory_of_all(runs), *peaks_and_steps(runs), *losses_of_all(runs)]
+        return [*memory_of_all(runs), *peaks_and_steps(runs), *losses_of_all(runs)]
     return [
-        memory_chart(runs[0]),
+        *memory_charts(runs[0]),
         account_chart(runs[0]),
         *treatment_chart(runs[0]),
         *training_charts(runs[0]),
     ]
 
 
-def memory_chart(run: Run) -> LineChart:
-    """Return memory over time, with floor, peaks and the budget."""
+def memory_charts(run: Run) -> list[LineChart]:
+    """Return memory over time, with floor, peaks and the budget; empty without samples."""
     memory = run.memory
+    if not memory.seconds:
+        return []
     series = [
         Series(f"memory of {run.whose_memory}", thinned(memory.points, max), "memory", filled=True)
     ]
@@ -58,7 +60,7 @@ def memory_chart(run: Run) -> LineChart:
         series += _budget_series(memory.budgets, memory.seconds[-1])
         levels = [level for level in levels if level.name == "floor"]
     title = "Memory over time, against the budget" if run.budget_bytes else "Memory over time"
-    return LineChart(title, "seconds", "MB", series, levels, _shades(run))
+    return [LineChart(title, "seconds", "MB", series, levels, _shades(run))]
 
 
 def levels_of(summary: Mapping[str, Any]) -> list[LevelLine]:
@@ -102,7 +104,7 @@ def account_chart(run: Run) -> BarChart:
 
 def waterfall(run: Run) -> list[Bar]:
     """Return the predicted terms stacked, then the predicted (if any) and the measured peak."""
-    account = (run.plan or {}).get("account") or {"floor": run.summary["floor_bytes"]}
+    account = (run.plan or {}).get("account") or {"floor": run.summary["floor_bytes"] or 0}
     bars, level = [], 0
     for name, nbytes in account.items():
         if name != "predicted_peak":
@@ -112,7 +114,7 @@ def waterfall(run: Run) -> list[Bar]:
     predicted = run.summary["predicted_peak_bytes"]
     if predicted:
         bars.append(Bar("predicted before step 1", "predicted", 0, predicted))
-    return [*bars, Bar("measured peak", "measured", 0, run.summary["peak_bytes"])]
+    return [*bars, Bar("measured peak", "measured", 0, run.summary["peak_bytes"] or 0)]
 
 
 def treatment_chart(run: Run) -> list[BarChart]:
@@ -173,12 +175,14 @@ def curve(run: Run, key: str, style: str, name: str | None = None) -> list[Serie
     ]
 
 
-def memory_of_all(runs: Sequence[Run]) -> LineChart:
-    """Return memory over time, a line for each run."""
+def memory_of_all(runs: Sequence[Run]) -> list[LineChart]:
+    """Return memory over time, a line for each run with samples; empty if there is none."""
     series = [
-        Series(run.name, thinned(run.memory.points, max), style) for run, style in _styled(runs)
+        Series(run.name, thinned(run.memory.points, max), style)
+        for run, style in _styled(runs)
+        if run.memory.seconds
     ]
-    return LineChart("Memory over time", "seconds", "MB", series)
+    return [LineChart("Memory over time", "seconds", "MB", series)] if series else []
 
 
 def losses_of_all(runs: Sequence[Run]) -> list[LineChart]:
@@ -194,7 +198,7 @@ def losses_of_all(runs: Sequence[Run]) -> list[LineChart]:
 
 def peaks_and_steps(runs: Sequence[Run]) -> list[BarChart]:
     """Return bars for each run's peak above the floor and median step."""
-    peaks = [Bar(run.name, style, 0, run.above_floor_bytes) for run, style in _styled(runs)]
+    peaks = [Bar(run.name, style, 0, run.above_floor_bytes or 0) for run, style in _styled(runs)]
     steps = [
         Bar(run.name, style, 0, round(run.summary["step_ms_median"] or 0))
         for run, style in _styled(runs)

@@ -1,15 +1,16 @@
-"""A finished run's records, read from its folder for reports."""
+"""A run's records, read from its folder for reports, whole or not."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from daf.core.errors import RunFolderError
-from daf.files.atomic import read_lines
+from daf.files.folder_lock import holder_of
+from daf.files.records import begins_with, read_json, read_lines
 from daf.report.scale import Point
 
 Record = Mapping[str, Any]
@@ -39,7 +40,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run's records; ``plan`` is None and ``sites`` empty if an older version made it."""
+    """One run's records; ``problems`` are sentences on what is missing or damaged."""
 
     name: str
     summary: Record
@@ -47,12 +48,15 @@ class Run:
     steps: Sequence[Record]
     plan: Record | None
     sites: Sequence[Record]
+    problems: Sequence[str] = ()
 
     @property
     def title(self) -> str:
         """A sentence on how the run kept its budget."""
         summary = self.summary
         what = f"{summary['model']} on {str(summary['data']).partition(':')[0]}"
+        if summary["peak_bytes"] is None:
+            return f"{what}: no memory was measured"
         peak = summary["peak_bytes"] / _MB
         sizes = sorted(size for _, size in self.memory.budgets if size is not None)
         if self.memory.budget_moved and sizes:
@@ -84,17 +88,18 @@ class Run:
         return self.summary["budget_bytes"]  # type: ignore[no-any-return]
 
     @property
-    def above_floor_bytes(self) -> int:
-        """The measured peak less the floor."""
-        return int(self.summary["peak_bytes"] - self.summary["floor_bytes"])
+    def above_floor_bytes(self) -> int | None:
+        """The measured peak less the floor; None if either is unknown."""
+        return above_floor_bytes(self.summary)
 
     @property
     def prediction_error(self) -> float | None:
         """(predicted − measured peak) ÷ (measured peak − floor)."""
         predicted = self.summary["predicted_peak_bytes"]
-        if not predicted or self.above_floor_bytes <= 0:
+        above = self.above_floor_bytes
+        if not predicted or above is None or above <= 0:
             return None
-        return float(predicted - self.summary["peak_bytes"]) / self.above_floor_bytes
+        return float(predicted - self.summary["peak_bytes"]) / above
 
     @property
     def saved_ratio(self) -> float | None:
@@ -103,25 +108,119 @@ class Run:
         return self.summary["saved_bytes_plain"] / held if held else None
 
 
+def above_floor_bytes(summary: Record) -> int | None:
+    """Return the measured peak less the floor; None if either is unknown."""
+    peak, floor = summary["peak_bytes"], summary["floor_bytes"]
+    return None if peak is None or floor is None else int(peak - floor)
+
+
 def read_run(folder: Path, name: str | None = None) -> Run:
-    """Read a run, named as its folder by default; raises RunFolderError if it is not whole."""
-    if not (folder / "summary.json").exists():
-        raise RunFolderError(
-            f"asked to report on {folder}, which holds no summary.json; name the --out of a "
-            "`daf train` that finished or was interrupted (`daf train --resume` goes on with one "
-            "that was killed)"
-        )
-    try:
-        return Run(
-            name or folder.resolve().name,
-            json.loads((folder / "summary.json").read_text()),
-            read_memory(folder / "memory.jsonl"),
-            list(read_lines(folder / "metrics.jsonl")),
-            _plan(folder / "plan.json"),
-            list(read_lines(folder / "sites.jsonl")),
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise RunFolderError(f"cannot read the run in {folder}: {error}") from error
+    """Read what there is of a run, named as its folder by default; ``problems`` say what is not.
+
+    A run without a whole summary is summarised from its logs. Raises RunFolderError if the folder
+    holds no run.
+    """
+    records = _Records(folder)
+    steps, memory = records.lines("metrics.jsonl"), _memory_of(records.lines("memory.jsonl"))
+    plan, sites = records.one("plan.json"), records.lines("sites.jsonl")
+    summary = records.one("summary.json")
+    if summary is None:
+        settings = records.one("run.json")
+        if settings is None and not steps:
+            raise RunFolderError(
+                f"asked to report on {folder}, which holds no run: neither summary.json nor "
+                "run.json nor metrics.jsonl can be read; name the --out of a `daf train`"
+            )
+        if [record["step"] for record in steps] != list(range(1, len(steps) + 1)):
+            records.problems.append("metrics.jsonl does not hold every step in order")
+        summary = _summary_from_logs(settings or {}, steps, memory, plan or {})
+    else:
+        records.compare(summary, steps)
+    holder = holder_of(folder)
+    if holder is not None:
+        records.problems.append(f"the run goes on: {holder} is training in its folder")
+    problems = (*records.problems, *(summary.get("warnings") or ()))
+    return Run(name or folder.resolve().name, summary, memory, steps, plan, sites, problems)
+
+
+class _Records:
+    """A folder's records; ``problems``: sentences on those that are missing or damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.problems: list[str] = []
+        self._folder = folder
+
+    def one(self, name: str) -> Record | None:
+        """Return an object; None if it is missing or damaged."""
+        try:
+            return read_json(self._folder / name)
+        except FileNotFoundError:
+            self.problems.append(f"{name} is missing")
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{name} cannot be read: {error}")
+        return None
+
+    def compare(self, summary: Record, steps: Sequence[Record]) -> None:
+        """Say where logs are not those that the summary is of."""
+        if len(steps) != summary["steps"]:
+            self.problems.append(
+                f"metrics.jsonl holds {len(steps)} whole lines, and summary.json is of "
+                f"{summary['steps']} steps"
+            )
+        for name, (nbytes, checksum) in summary.get("logs", {}).items():
+            if not begins_with(self._folder / name, (nbytes, checksum)):
+                self.problems.append(f"{name} has lost or changed lines from before the summary")
+
+    def lines(self, name: str) -> list[Record]:
+        """Return a log's whole lines."""
+        damaged: list[int] = []
+        found: list[Record] = []
+        try:
+            found = list(read_lines(self._folder / name, damaged))
+        except RunFolderError as error:
+            self.problems.append(str(error))
+        if damaged:
+            self.problems.append(f"{name}: {len(damaged)} damaged lines are left out")
+        elif not found:
+            self.problems.append(f"{name} is missing or empty")
+        return found
+
+
+_SUMMARISED = (
+    *("model", "data", "batch_size", "seed", "threads", "optimizer", "device", "parameters"),
+    *("budget_bytes", "floor_bytes", "peak_bytes", "predicted_peak_bytes", "saved_bytes_plain"),
+    *("saved_bytes_peak", "step_ms_median", "examples_per_s", "loss", "metric", "metric_name"),
+    *("policy", "micro_batch", "versions", "steps"),
+)
+_LOSS_WINDOW_STEPS = 50
+
+
+def _summary_from_logs(
+    settings: Record, steps: Sequence[Record], memory: Memory, plan: Record
+) -> Record:
+    """Return a summary's entries as far as logs tell them; others are None."""
+    account = plan.get("account") or {}
+    peaks = [record["peak_bytes"] for record in steps if "peak_bytes" in record]
+    peaks += [round(size * _MB) for size in memory.megabytes]
+    last: Record = steps[-1] if steps else {}
+    found = {
+        "steps": last.get("step", 0),
+        "budget_bytes": last.get("budget_bytes"),
+        "floor_bytes": account.get("floor"),
+        "peak_bytes": max(peaks, default=None),
+        "predicted_peak_bytes": plan.get("predicted_peak_bytes"),
+        "policy": plan.get("policy"),
+        "micro_batch": plan.get("micro_batch"),
+        "step_ms_median": _middle(steps, "step_ms"),
+        "examples_per_s": _middle(steps, "examples_per_s"),
+        "loss": fmean(each["loss"] for each in steps[-_LOSS_WINDOW_STEPS:]) if steps else None,
+    }
+    return {key: settings.get(key) for key in _SUMMARISED} | found
+
+
+def _middle(steps: Sequence[Record], key: str) -> float | None:
+    found = [record[key] for record in steps if key in record]
+    return median(found) if found else None
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -137,15 +236,16 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def read_memory(path: Path) -> Memory:
-    """Read a memory log; raises ValueError if it holds no sample."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    """Read a memory log's whole lines; raises RunFolderError if it cannot be read."""
+    return _memory_of(list(read_lines(path)))
+
+
+def _memory_of(lines: Sequence[Record]) -> Memory:
     samples = sorted(
         (line["seconds"], line["resident_bytes"] / _MB)
         for line in lines
         if "resident_bytes" in line
     )
-    if not samples:
-        raise ValueError(f"{path} holds no sample")
     marks = sorted((line["seconds"], line["mark"]) for line in lines if "mark" in line)
     budgets = [
         (max(0.0, line["seconds"]), None if size is None else size / _MB)
@@ -154,7 +254,3 @@ def read_memory(path: Path) -> Memory:
         if "budget_bytes" in line
     ]
     return Memory([at for at, _ in samples], [size for _, size in samples], marks, budgets)
-
-
-def _plan(path: Path) -> Record | None:
-    return json.loads(path.read_text()) if path.exists() else None

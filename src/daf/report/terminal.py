@@ -46,15 +46,19 @@ def _comparison(runs: Sequence[Run]) -> RenderableType:
 
 def _one(run: Run) -> RenderableType:
     heading = Text(f"{run.name}: {run.title}", style="bold")
-    return Group(heading, _lines(run), Text(), _account(run), Text(), *_plan(run), Text())
+    problems = [Text(f"• {sentence}", style="yellow") for sentence in run.problems]
+    return Group(
+        heading, *problems, _lines(run), Text(), _account(run), Text(), *_plan(run), Text()
+    )
 
 
 def _lines(run: Run) -> Table:
     grid = Table.grid(padding=(0, 2))
     heights = [size for _, size in thinned(run.memory.points, max, _LINE_WIDTH)]
     most = max([*heights, (run.budget_bytes or 0) / 1e6])
-    seconds = f"{run.memory.seconds[-1]:.0f} s"
-    grid.add_row("memory", spark(heights, 0.0, most), f"0 to {most:,.0f} MB, {seconds}")
+    if heights:
+        seconds = f"{run.memory.seconds[-1]:.0f} s"
+        grid.add_row("memory", spark(heights, 0.0, most), f"0 to {most:,.0f} MB, {seconds}")
     curves = (("loss", "loss"), ("examples_per_s", "examples/s"), (ADDED, "noise of codes"))
     for key, name in curves:
         points = run.points_of(key)
@@ -72,7 +76,7 @@ def _lines(run: Run) -> Table:
 def _account(run: Run) -> Table:
     grid = Table.grid(padding=(0, 2))
     bars = waterfall(run)
-    most = max([bar.end_bytes for bar in bars] + [run.budget_bytes or 0])
+    most = max([bar.end_bytes for bar in bars] + [run.budget_bytes or 0]) or 1
     for bar in bars:
         start, end = sorted((bar.start_bytes, bar.end_bytes))
         first = round(_BAR_WIDTH * start / most)
@@ -87,7 +91,7 @@ def _account(run: Run) -> Table:
 def _plan(run: Run) -> list[RenderableType]:
     strips = strips_of(run)
     if not strips:
-        return [Text("the folder holds no sites.jsonl: an older version made the run")]
+        return [Text("the folder holds no whole sites.jsonl, which a run leaves at its end")]
     line = Text("plan, a block for every saved tensor: ")
     for strip in strips:
         for cell in strip.cells:

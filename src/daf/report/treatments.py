@@ -99,7 +99,7 @@ class ModuleStrip:
 
 def strips_of(run: Run) -> list[ModuleStrip]:
     """Return the plan by module, in the order of each module's first saved tensor."""
-    choices = run.plan["choices"] if run.plan else ()
+    choices = (run.plan or {}).get("choices", ())
     grouped: dict[str, list[Cell]] = {}
     for record in run.sites:
         module = str(record["site"]).partition(":")[0]

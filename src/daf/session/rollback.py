@@ -70,6 +70,7 @@ class Rollback:
 
         Raises:
             RunFolderError: the file is gone or damaged.
+            DivergedError: the file is of another step.
         """
         settings = [
             {name: value for name, value in group.items() if name != "params"}
@@ -78,6 +79,11 @@ class Rollback:
         self._optimizer.zero_grad(set_to_none=True)
         self._optimizer.state.clear()  # the file's copy needs the room
         state = read_checkpoint(self._file(), self._model, self._optimizer)
+        if state["step"] != self.watch.good_step:  # a killed process left it after its checkpoint
+            raise DivergedError(
+                f"{self.watch.reason}; the good state in {self._file()} is of step "
+                f"{state['step']}, not {self.watch.good_step}: try a lower learning rate anew"
+            )
         for group, own in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(own)
         return int(state["step"]) + 1

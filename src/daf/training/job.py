@@ -44,6 +44,7 @@ class TrainingJob:
     order: BatchOrder
     session: Session
     device: torch.device
+    left_out: tuple[str, ...]  # data that could not be read, with the reasons
 
     def train_batch(self, step: int) -> Batch:
         """Return the batch of a step, the same in every process."""
@@ -85,6 +86,7 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
         image_size=settings.image_size,
         context=settings.context,
         tokenizer=settings.tokenizer,
+        leave_out_unreadable=settings.leave_out_unreadable,
     )
     goal = settle_goal(settings.model, settings.goal or recipe.goal, data)
     optimizer_name = settings.optimizer or ("sgd" if goal.reads_images else "adamw")
@@ -119,8 +121,9 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
         sensitivity=known,
         rollback=good_state if settings.rollback and good_state is not None else False,
     )
+    left_out = getattr(data, "left_out", ())  # by users' own data sets, None
     return TrainingJob(
-        settings, goal, optimizer_name, model, optimizer, task, order, session, device
+        settings, goal, optimizer_name, model, optimizer, task, order, session, device, left_out
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -15,14 +14,14 @@ import torch
 from torch import nn
 
 from daf.codecs.ranges import all_finite
-from daf.core.errors import NonFiniteLossError, PlatformError
+from daf.core.errors import NonFiniteLossError, PlatformError, RunFolderError
 from daf.core.step_report import StepReport
 from daf.core.units import format_bytes
-from daf.files.atomic import GrowingFile, read_lines, write_json
-from daf.files.checkpoint import load_model, read_checkpoint, write_checkpoint
+from daf.files.records import Extent, GrowingFile, read_lines, write_json
 from daf.memory.allocation_log import recorded
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.training.callbacks import Observer, StepRecord
+from daf.training.checkpoint_clock import CheckpointClock
 from daf.training.interrupt import InterruptWatch
 from daf.training.job import TrainingJob, checked_device, make_job
 from daf.training.memory_log import MemoryLog
@@ -40,21 +39,21 @@ def train(
     """Train as ``settings`` say, leave the run in ``out``, and return its summary.
 
     A first SIGINT or SIGTERM stops after the step in progress and leaves a checkpoint; the summary
-    then has ``"finished": False``.
+    then has ``"finished": False``. A killed run loses what it did since its last checkpoint. The
+    summary's ``warnings`` are sentences on what a resumed run found damaged.
 
     Raises:
         BudgetError: the budget cannot hold the job; nothing is left in ``out``.
         PlatformError: ``settings.history``, where allocations cannot be redirected.
         NonFiniteLossError: the last good weights are in ``out``.
-        RunFolderError: ``out`` cannot be written, or is not what ``resume`` needs.
+        RunFolderError: ``out`` cannot be written, another process trains in it, or it is not what
+            ``resume`` needs.
         KeyboardInterrupt: a second signal, or a first one before the first checkpoint.
     """
     _refuse_without_records(settings)
     folder = RunFolder(out)
-    if not resume:
-        folder.claim()
     try:
-        with InterruptWatch() as watch:
+        with InterruptWatch() as watch, folder.held(resumes=resume):
             job = make_job(settings, folder.good_state)
             session = job.session
             with session, MemoryLog(settings.memory_interval_ms, session.held_bytes) as memory:
@@ -63,7 +62,6 @@ def train(
                 return run.carry_out()
     finally:
         observer.end()
-        folder.give_up()
 
 
 def _refuse_without_records(settings: TrainSettings) -> None:
@@ -86,19 +84,23 @@ class _Run:
     _rollbacks: list[dict[str, Any]] = field(default_factory=list)
     _reported_refusal: str = ""
     _reported_budgets: int = 0
+    _warnings: list[str] = field(default_factory=list)
+    _kept: tuple[int, int] | None = None  # steps and evaluations in the last checkpoint
+    _is_resumed: bool = False
 
     def __post_init__(self) -> None:
+        self._clock = CheckpointClock(self.job.settings.checkpoint_every)
         all_steps = self.job.order.steps_per_epoch * self.job.settings.epochs
         limit = self.job.settings.max_steps
         self._total_steps = all_steps if limit is None else min(all_steps, limit)
 
     def prepare(self) -> None:
-        """Plan a new run and write a checkpoint of its beginning."""
+        """Plan a new run."""
         self.memory.mark("profile")
         plan = self.job.session.prepare(self.job.train_batch(0), self._loss, self._profiling)
         self.observer.note(f"plan: {plan.reason}")
         self.folder.begin(self.job.settings)
-        self._checkpoint()
+        write_plan_records(self.job, self.folder)
 
     def _profiling(self, policy_name: str) -> None:
         if self.watch.requested:
@@ -106,15 +108,29 @@ class _Run:
         self.observer.profiling(policy_name)
 
     def restore(self) -> None:
-        """Restore the folder's checkpoint; nothing is measured or planned again."""
-        state = read_checkpoint(self.folder.checkpoint, self.job.model, self.job.optimizer)
-        self.job.session.load_state_dict(state["session"])
-        self._step = state["step"]
-        self._evaluations = state["evaluations"]
-        self._rollbacks = state["rollbacks"]
-        self.folder.keep_metrics_until(self._step)
+        """Restore the folder's last whole checkpoint; nothing is measured or planned again."""
+        self._is_resumed = True
+        state, trouble = self.folder.read_state(self.job.model, self.job.optimizer)
+        try:
+            self.job.session.load_state_dict(state["session"])
+            self._step = state["step"]
+            self._evaluations = state["evaluations"]
+            self._rollbacks = state["rollbacks"]
+            lost = self.folder.cut_logs(state["logs"])
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise RunFolderError(
+                f"{self.folder.checkpoint} cannot be resumed: {error!r}"
+            ) from error
+        if trouble:
+            self._warn(f"{trouble}, after step {self._step}")
+        for sentence in lost:
+            self._warn(sentence)
         if self.job.session.plan is not None:
             self.observer.note(f"plan: {self.job.session.plan.reason}")
+
+    def _warn(self, sentence: str) -> None:
+        self._warnings.append(sentence)
+        self.observer.note(sentence)
 
     def carry_out(self) -> dict[str, Any]:
         """Train until the last step or a signal; write weights and summary."""
@@ -124,12 +140,25 @@ class _Run:
         self.job.model.train()
         self.job.session.noise.tell = self.observer.note
         try:
-            self._steps_and_evaluations()
-            return self._finish()
+            with self._open_metrics():
+                if not self._is_resumed:
+                    self._checkpoint()
+                self._steps_and_evaluations()
+                return self._finish()
         except NonFiniteLossError as error:
             raise NonFiniteLossError(f"{error}; {self._keep_good_weights()}") from error
 
+    @contextmanager
+    def _open_metrics(self) -> Iterator[None]:
+        self._metrics = GrowingFile(self.folder.metrics)
+        try:
+            yield
+        finally:
+            self._metrics.close()
+
     def _report_conditions(self) -> None:
+        for sentence in self.job.left_out:
+            self._warn(f"left out: {sentence}")
         for setting in self.job.session.settings:
             self.observer.note(f"while this runs: {setting}")
         for refused in self.job.session.left_alone():
@@ -189,7 +218,9 @@ class _Run:
         )
         self._step = report.rolled_back_to
         self._evaluations = [each for each in self._evaluations if each["step"] <= self._step]
+        self._metrics.close()
         self.folder.keep_metrics_until(self._step)
+        self._metrics = GrowingFile(self.folder.metrics)
         self._checkpoint()
 
     @contextmanager
@@ -225,12 +256,10 @@ class _Run:
         return tuple(changes if moved else changes[1:])
 
     def _log(self, record: StepRecord) -> None:
-        with GrowingFile(self.folder.metrics) as metrics:
-            metrics.append(json.dumps(record.as_dict()) + "\n")
+        self._metrics.append([record.as_dict()])
         self.observer.stepped(record)
         self.memory.flush_if_old()
-        every = self.job.settings.checkpoint_every
-        if every is not None and self._step % every == 0:
+        if self._clock.is_due(self._step):
             self._checkpoint()
 
     def _evaluation_is_due(self) -> bool:
@@ -246,7 +275,8 @@ class _Run:
         epoch = -(-self._step // self.job.order.steps_per_epoch)
         self._evaluations.append({"step": self._step, "epoch": epoch, "metric": metric})
         self.observer.note(f"epoch {epoch}: {self.job.task.metric_name} {metric:.4g}")
-        self._checkpoint()
+        if self._clock.is_due(self._step, ends_epoch=True):
+            self._checkpoint()
         self.memory.mark("train")
 
     def _metric(self) -> float | None:
@@ -282,15 +312,23 @@ class _Run:
             "evaluations": self._evaluations,
             "rollbacks": self._rollbacks,
             "session": self.job.session.state_dict(),
+            "logs": self._sync_logs(),
         }
-        write_checkpoint(self.folder.checkpoint, self.job.model, self.job.optimizer, state)
+        with self._clock.writing():
+            self.folder.write_state(self.job.model, self.job.optimizer, state)
+        self._kept = self._step, len(self._evaluations)
+
+    def _sync_logs(self) -> dict[str, Extent]:
+        """Return the logs' extents by name, once they are on disk."""
+        logs = ((self.folder.metrics, self._metrics), (self.folder.memory, self.memory))
+        return {path.name: log.sync() for path, log in logs}
 
     def _keep_good_weights(self) -> str:
         """After a non-finite loss, write the last finite weights; return which they are."""
         if _is_finite(self.job.model):
             self.folder.write_weights(self.job.model)
             return f"{self.folder.weights} holds the weights after {self._step} whole steps"
-        step = load_model(self.folder.checkpoint, self.job.model)
+        step = self.folder.read_weights(self.job.model)
         self.folder.write_weights(self.job.model)
         return (
             f"the weights were not finite any more, so {self.folder.weights} holds those of the "
@@ -299,17 +337,30 @@ class _Run:
 
     def _finish(self) -> dict[str, Any]:
         finished = self._step >= self._total_steps and not self._evaluation_is_due()
-        if not finished:
+        if self._kept != (self._step, len(self._evaluations)):
             self._checkpoint()
         self.folder.write_weights(self.job.model)
-        summary = summarize(
-            self.job, read_lines(self.folder.metrics), self._evaluations, finished=finished
-        ) | {"rollbacks": self._rollbacks}
+        summary = self._summary(finished=finished)
         if self.job.session.sensitivity is not None:
             write_json(self.folder.sensitivity, self.job.session.sensitivity.as_dict())
         write_plan_records(self.job, self.folder)
         write_json(self.folder.summary, summary)
         return summary
+
+    def _summary(self, *, finished: bool) -> dict[str, Any]:
+        keys = ("step", "loss", "step_ms", "examples_per_s")
+        rows = [tuple(line[key] for key in keys) for line in read_lines(self.folder.metrics)]
+        if [step for step, *_ in rows] != list(range(1, self._step + 1)):
+            self._warn(
+                f"{self.folder.metrics} holds {len(rows)} whole lines of {self._step} steps, or "
+                "not in order; loss and speed are of those"
+            )
+        counted = summarize(self.job, self._step, rows, self._evaluations, finished=finished)
+        return counted | {
+            "rollbacks": self._rollbacks,
+            "warnings": self._warnings,
+            "logs": {name: list(extent) for name, extent in self._sync_logs().items()},
+        }
 
 
 def _is_finite(model: nn.Module) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from daf.files.atomic import GrowingFile, read_lines
+from daf.files.records import Extent, GrowingFile, read_lines
 from daf.memory.process_memory import MemoryTimeline
 from daf.training.run_folder import RunFolder
 
@@ -27,7 +26,7 @@ class MemoryLog:
         self._timeline = MemoryTimeline(interval_ms, held_bytes)
         self._budgets: list[tuple[float, int | None]] = []
         self._budget_moves = -1
-        self._folder: RunFolder | None = None
+        self._file: GrowingFile | None = None
         self._offset_s = 0.0
         self._flushed_s = time.monotonic()
 
@@ -37,8 +36,12 @@ class MemoryLog:
 
     def __exit__(self, *exception: Any) -> None:
         self._timeline.__exit__(*exception)
-        if exception[0] is None:  # else a full disk here would hide the exception
-            self.flush()
+        try:
+            if exception[0] is None:  # else a full disk here would hide the exception
+                self.flush()
+        finally:
+            if self._file is not None:
+                self._file.close()
 
     def mark(self, label: str) -> None:
         """Write a label beside the samples of this moment."""
@@ -53,7 +56,7 @@ class MemoryLog:
 
     def write_to(self, folder: RunFolder) -> None:
         """Write the log to ``folder`` from now on, earlier samples included."""
-        self._folder = folder
+        self._file = GrowingFile(folder.memory)
         self._offset_s = max((line["seconds"] for line in read_lines(folder.memory)), default=0.0)
 
     def flush_if_old(self) -> None:
@@ -64,10 +67,10 @@ class MemoryLog:
     def flush(self) -> None:
         """Move the samples from memory to the file; raises RunFolderError if the disk is full."""
         self._flushed_s = time.monotonic()
-        if self._folder is None:
+        if self._file is None:
             return
         lines = [
-            json.dumps({"seconds": round(self._offset_s + at, 3), key: value})
+            {"seconds": round(self._offset_s + at, 3), key: value}
             for key, values in (
                 ("mark", _drained(self._timeline.marks)),
                 # The summary holds a budget that never changes.
@@ -76,8 +79,13 @@ class MemoryLog:
             )
             for at, value in values
         ]
-        with GrowingFile(self._folder.memory) as file:
-            file.append("".join(line + "\n" for line in lines))
+        self._file.append(lines)
+
+    def sync(self) -> Extent:
+        """Flush, and return the file's extent once it is on disk."""
+        assert self._file is not None
+        self.flush()
+        return self._file.sync()
 
 
 def _drained(values: list[_Value]) -> list[_Value]:

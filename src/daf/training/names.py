@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -65,6 +66,20 @@ class Names:
             raise UnknownNameError(f"unknown {self.kind} {reference!r}; {self._advice(name)}")
         return Found(reference, self._users(reference, name, attribute), path)
 
+    def origin(self, reference: str) -> str | None:
+        """Return the place of the code that ``find`` would import; None for an installed name."""
+        module_name = reference.partition(":")[0]
+        if module_name in self.all():
+            return None
+        _look_here()
+        try:
+            spec = importlib.util.find_spec(module_name.partition(".")[0])
+        except (ImportError, ValueError):
+            spec = None
+        if spec is None:
+            return "nowhere: there is no such module"
+        return spec.origin or ", ".join(spec.submodule_search_locations or ())
+
     def _installed(self, reference: str, point: EntryPoint) -> Callable[..., Any]:
         try:
             return point.load()  # type: ignore[no-any-return]
@@ -75,9 +90,7 @@ class Names:
             ) from error
 
     def _users(self, reference: str, module_name: str, attribute: str) -> Callable[..., Any]:
-        here = str(Path.cwd())
-        if here not in sys.path:
-            sys.path.insert(0, here)
+        here = _look_here()
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -97,6 +110,14 @@ class Names:
         if not entry_points(group=self.group):
             advice += "; daf-bench has more (in a clone of DAF: pip install ./benchmarks)"
         return advice
+
+
+def _look_here() -> str:
+    """Let modules be found in the current directory; return it."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    return here
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from daf.capture.capture import Capture
 from daf.core.plan import Plan
-from daf.files.atomic import write_json, write_lines
+from daf.files.records import write_json, write_lines
 from daf.offload.host_codes import host_options
 from daf.planning.noise import expected_noise
 from daf.pool.default import make_store
@@ -41,8 +41,8 @@ def outline_of(job: TrainingJob, batch: Batch) -> dict[str, Any]:
 def write_plan_records(job: TrainingJob, folder: RunFolder) -> None:
     """Write the plan and the last step's treatments; raises RunFolderError if the disk is full.
 
-    A process that made no step leaves the earlier sites. Each file is replaced as a whole, so that
-    a resumed run never shows half of one.
+    A process that made no step leaves the earlier sites, if any. Each file is replaced as a whole,
+    so that a resumed run never shows half of one.
     """
     plan = job.session.plan
     if plan is not None:

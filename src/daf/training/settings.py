@@ -11,6 +11,7 @@ from daf.budget.request import AUTO, parse_budget
 from daf.core.errors import RunFolderError, UnknownNameError
 from daf.core.units import parse_bytes
 from daf.planning.planner import policy_names
+from daf.training.checkpoint_clock import read_pace
 from daf.training.data import DATA
 from daf.training.models import MODELS
 from daf.training.task import Goal
@@ -69,8 +70,8 @@ def _train_only(default: Any, help: str, *names: str, **how: Any) -> Any:
     return dataclasses.field(default=default, metadata={"option": Option(help, names, **how)})
 
 
-def _shared(default: Any, help: str, **how: Any) -> Any:
-    return _train_only(default, help, of_plan=True, **how)
+def _shared(default: Any, help: str, *names: str, **how: Any) -> Any:
+    return _train_only(default, help, *names, of_plan=True, **how)
 
 
 def option_of(field: dataclasses.Field[Any]) -> Option:
@@ -185,8 +186,15 @@ class TrainSettings:
     tokenizer: str | None = _shared(
         None, "Folder of a model whose tokenizer cuts sentences; by default bytes."
     )
-    checkpoint_every: int | None = _train_only(
-        None, "Steps; by default at the end of every epoch.", least=1, may_change=True
+    leave_out_unreadable: bool = _shared(
+        False, "Leave out images that cannot be read, and say which.", "--leave-out-unreadable"
+    )
+    checkpoint_every: str | None = _train_only(
+        None,
+        "A time or steps, such as 30s, 10min or 500steps; by default 10min, and at most 1 % of the "
+        "time. Ends of epochs count beside it.",
+        parse=read_pace,
+        may_change=True,
     )
     memory_interval_ms: float = _train_only(
         50.0, "How often memory is sampled.", least=1.0, may_change=True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Iterable
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -17,25 +17,28 @@ _LOSS_WINDOW_STEPS = 50  # at most, of the last epoch
 
 def summarize(
     job: TrainingJob,
-    metrics: Iterable[dict[str, Any]],
+    steps_done: int,
+    rows: Sequence[tuple[float, ...]],
     evaluations: list[dict[str, Any]],
     *,
     finished: bool,
 ) -> dict[str, Any]:
-    """Return the summary of a run; speed and loss come from its whole log."""
-    steps = [(line["loss"], line["step_ms"], line["examples_per_s"]) for line in metrics]
+    """Return the summary of a run; speed and loss come from its log.
+
+    ``rows``: (step, loss, milliseconds, examples a second) of each logged step.
+    """
     window = min(_LOSS_WINDOW_STEPS, job.order.steps_per_epoch)
-    recent = [loss for loss, _, _ in steps[-window:]]
+    recent = [loss for _, loss, _, _ in rows[-window:]]
     return {
         **_memory(job),
-        "step_ms_median": statistics.median(ms for _, ms, _ in steps) if steps else None,
-        "examples_per_s": statistics.median(rate for _, _, rate in steps) if steps else None,
+        "step_ms_median": statistics.median(ms for _, _, ms, _ in rows) if rows else None,
+        "examples_per_s": statistics.median(rate for *_, rate in rows) if rows else None,
         "loss": statistics.fmean(recent) if recent else None,
         "metric": evaluations[-1]["metric"] if evaluations else None,
         "metric_name": job.task.metric_name,
         "noise": noise_of(job),
         "finished": finished,
-        "steps": len(steps),
+        "steps": steps_done,
         "evaluations": evaluations,
         **_what_was_trained(job),
         "versions": versions(),

@@ -18,6 +18,7 @@ def load_data(
     image_size: int | None = None,
     context: int | None = None,
     tokenizer: str | None = None,
+    leave_out_unreadable: bool = False,
 ) -> DataSet:
     """Read the data set called ``name`` into memory.
 
@@ -28,13 +29,19 @@ def load_data(
         image_size: pixels per side of a batch's images; None: the data's own.
         context: bytes per window of text, or tokens per sentence; None: the data's own.
         tokenizer: folder of a model whose tokenizer splits sentences; None: byte by byte.
+        leave_out_unreadable: leave out images that cannot be read, instead of refusing the data.
 
     Raises:
         UnknownNameError: ``name`` is not known.
         DataError: the data are missing, damaged, do not come in that size or take no such option.
     """
     found = DATA.find(name)
-    options = {"image_size": image_size, "context": context, "tokenizer": tokenizer}
+    options = {
+        "image_size": image_size,
+        "context": context,
+        "tokenizer": tokenizer,
+        "leave_out_unreadable": leave_out_unreadable or None,
+    }
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     taken = found.parameters()
     if found.path:

@@ -55,6 +55,7 @@ class ImageData:
     normalisation: Normalisation
     repeat: int = 1  # batches enlarge every pixel to repeat x repeat
     augment: bool = False  # True if cropping and flipping is customary for it
+    left_out: tuple[str, ...] = ()  # what could not be read, with the reasons
 
     @property
     def goals(self) -> tuple[Goal, ...]:

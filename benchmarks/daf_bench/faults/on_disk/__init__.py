@@ -1,0 +1,1 @@
+"""Runs killed, damaged, or out of disk, and data that lie: each tried on real files."""
