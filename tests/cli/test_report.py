@@ -74,4 +74,4 @@ def test_two_runs_are_told_apart(daf: Daf) -> None:
 def test_a_folder_without_a_run_is_refused(daf: Daf) -> None:
     ran = daf("report", ".")
     assert ran.code == 2
-    assert "holds no summary.json" in ran.err
+    assert "holds no run: neither summary.json" in ran.err

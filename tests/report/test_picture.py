@@ -24,6 +24,7 @@ SUMMARY = {
     "peak_bytes": 550_000_000,
     "predicted_peak_bytes": 560_000_000,
     "floor_bytes": 300_000_000,
+    "steps": 0,
 }
 
 

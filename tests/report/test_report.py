@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import zlib
+from collections.abc import Callable
+from html import escape
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +24,7 @@ from typer.testing import CliRunner
 from daf.cli import app
 from daf.core.errors import RunFolderError
 from daf.core.policy import Method
+from daf.files.folder_lock import held_folder
 from daf.files.records import read_json, read_lines, write_json, write_lines
 from daf.report.comparison import COLUMNS, findings, row
 from daf.report.markup import Markup, element
@@ -27,7 +32,7 @@ from daf.report.page import page
 from daf.report.palette import STYLES
 from daf.report.picture import draw
 from daf.report.run_charts import charts_of, waterfall
-from daf.report.runs import read_run, read_runs
+from daf.report.runs import Run, read_run, read_runs
 from daf.report.scale import thinned, ticks
 from daf.report.terminal import show_report, spark
 from daf.report.treatments import COLOURS, strips_of, totals_by_method
@@ -82,21 +87,91 @@ def test_a_run_is_read_with_its_ratios(make_run: Any) -> None:
 
 
 def test_what_is_no_finished_run_is_refused_with_a_way_out(make_run: Any, tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"holds no summary\.json.*--resume"):
+    with pytest.raises(RunFolderError, match=r"holds no run: neither summary\.json.*--out"):
         read_run(tmp_path)
     run = make_run()
     with pytest.raises(RunFolderError, match="twice"):
         read_runs([run, tmp_path / "." / "run"])
-    (run / "memory.jsonl").write_text("")
-    with pytest.raises(RunFolderError, match="holds no sample"):
-        read_run(run)
 
 
-def test_a_line_cut_short_by_a_crash_is_left_out(make_run: Any) -> None:
+def text_of(*runs: Run) -> str:
+    shown = StringIO()
+    show_report(runs, Console(file=shown, width=200, markup=False, emoji=False))
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda run: (run / "summary.json").unlink(), "summary.json is missing"),
+        (lambda run: (run / "memory.jsonl").write_text(""), "memory.jsonl is missing or empty"),
+        (lambda run: (run / "plan.json").write_text("[]"), "plan.json cannot be read: it holds a"),
+        (
+            lambda run: (run / "metrics.jsonl").write_bytes(
+                (run / "metrics.jsonl").read_bytes()[:-5]
+            ),
+            "metrics.jsonl: 1 damaged lines are left out",
+        ),
+        (
+            lambda run: (run / "summary.json").write_text(
+                (run / "summary.json").read_text().replace("550", "450")
+            ),
+            "summary.json cannot be read: it does not have its checksum",
+        ),
+    ],
+)
+def test_a_damaged_run_shows_what_there_is_and_says_what_is_not(
+    make_run: Any, damage: Callable[[Path], Any], words: str
+) -> None:
     folder = make_run()
-    with (folder / "metrics.jsonl").open("a") as log:
-        log.write('{"step": 41, "lo')
-    assert len(read_run(folder).steps) == 40
+    write_json(folder / "run.json", {"model": "resnet18", "data": "digits"})
+    damage(folder)
+    run = read_run(folder)
+    whole = read_run(make_run("whole"))
+    for shown in (text_of(run), text_of(whole, run), page([run]), page([whole, run])):
+        assert words in shown
+    assert whole.problems == ()
+
+
+def test_a_run_that_goes_on_is_summarised_from_its_logs(make_run: Any) -> None:
+    folder = make_run()
+    (folder / "summary.json").unlink()
+    write_json(folder / "run.json", {"model": "resnet18", "data": "digits", "batch_size": 8})
+    with held_folder(folder):
+        run = read_run(folder)
+    assert any(
+        f"(process {os.getpid()}) is training in its folder" in each for each in run.problems
+    )
+    assert run.summary["steps"] == 40
+    assert run.summary["peak_bytes"] == 550 * MB  # the largest sample
+    assert run.summary["floor_bytes"] == 300 * MB  # the plan's
+    assert run.summary["loss"] == pytest.approx(sum(2.5 - i / 40 for i in range(1, 41)) / 40)
+    assert "steps 40" in page([run])
+
+
+def test_a_log_that_was_changed_since_the_summary_is_told(make_run: Any) -> None:
+    folder = make_run()
+    content = (folder / "metrics.jsonl").read_bytes()
+    logs = {"metrics.jsonl": [len(content), zlib.crc32(content)]}
+    write_json(folder / "summary.json", dict(read_run(folder).summary) | {"logs": logs})
+    assert read_run(folder).problems == ()
+    lines = content.splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join([lines[1], lines[0], *lines[2:]]))
+    (problem,) = read_run(folder).problems
+    assert problem == "metrics.jsonl has lost or changed lines from before the summary"
+
+
+def test_names_with_markup_are_shown_as_they_are(make_run: Any, tmp_path: Path) -> None:
+    name = "[/red]<b>$x$:smile:"
+    runs = [read_run(make_run(each, model=name)) for each in ("[bold]<i>", "other")]
+    for run in runs:
+        assert f"{name} on cifar10" in text_of(run)
+    assert "[bold]<i>" in text_of(*runs)
+    written = page(runs)
+    assert escape(name) in written
+    assert name not in written
+    draw(charts_of(runs), tmp_path / "a.png")
+    draw(charts_of(runs[:1]), tmp_path / "b.png")
 
 
 def test_the_waterfall_stands_on_itself_and_ends_in_the_peaks(make_run: Any) -> None:
@@ -224,7 +299,7 @@ def test_without_records_of_the_plan_the_page_says_so(make_run: Any) -> None:
     for file in ("plan.json", "sites.jsonl"):
         (folder / file).unlink()
     text = page([read_run(folder)])
-    assert "holds no sites.jsonl" in text
+    assert "holds no whole sites.jsonl" in text
     assert 'class="strips"' not in text
 
 
