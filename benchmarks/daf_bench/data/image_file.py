@@ -6,6 +6,8 @@ import io
 import struct
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,10 @@ def read_image(folder: Path, file: Path, size: int) -> ByteArray:
         raise DataError("images:FOLDER needs Pillow; try: pip install pillow") from error
     try:
         with (
-            warnings.catch_warnings(),
+            _quiet(Image.DecompressionBombWarning),
             io.BufferedReader(open_data(file, folder)) as opened,
             Image.open(opened, formats=_FORMATS) as image,
         ):
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
             _refuse_large(image, file, size)
             colours = image if image.mode == "RGB" else image.convert("RGB")
             square = colours.resize((size, size), Image.Resampling.BILINEAR)
@@ -54,6 +54,15 @@ def read_image(folder: Path, file: Path, size: int) -> ByteArray:
         raise
     except (*_UNREADABLE, Image.DecompressionBombError) as error:
         raise DataError(f"{file} is not a whole image ({error})") from error
+
+
+@contextmanager
+def _quiet(refused: type[Warning]) -> Iterator[None]:
+    """Raise warnings of this kind, and show no others."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", refused)
+        yield
 
 
 def _refuse_large(image: Any, file: Path, size: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -37,13 +36,11 @@ def draw(charts: Sequence[LineChart | BarChart], path: Path) -> None:
         raise PlatformError(
             f"asked to draw {path}, which needs Matplotlib; try: pip install 'daf-train[pictures]'"
         ) from error
-    content = io.BytesIO()
-    with rc_context({"text.parse_math": False}):  # names are shown as they are
+    # Names are shown as they are.
+    with replacing(path) as file, rc_context({"text.parse_math": False}):
         figure = _figure(charts, Figure)
         FigureCanvasAgg(figure)
-        figure.savefig(content, format="png")
-    with replacing(path) as file:
-        file.write(content.getvalue())
+        figure.savefig(file, format="png")
 
 
 def _figure(charts: Sequence[LineChart | BarChart], make: Callable[..., Any]) -> Any:

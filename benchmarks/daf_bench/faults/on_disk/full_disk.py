@@ -80,7 +80,7 @@ def _is_kept(copy: Path, base: Path) -> bool:
         before, now = (checkpoint_state(RunFolder(each).checkpoint) for each in (base, copy))
     except DafError:
         return False
-    for name, nbytes in before["logs"].items():
+    for name, (nbytes, _) in before["logs"].items():
         content = (copy / name).read_bytes()
         if content[:nbytes] != (base / name).read_bytes()[:nbytes] or content[-1:] != b"\n":
             return False

@@ -48,7 +48,7 @@ def _code(draw: random.Random, folder: Path) -> str:
             (os.system, ("touch run_by_a_pickle",)),
             (eval, ("open('run_by_a_pickle', 'w')",)),
             (np.load, ("/etc/passwd",)),
-            (getattr, (np, "save")),
+            (getattr, ("", "join")),
         )
     )
     return _batches(draw, folder, _batch(draw.randrange(2, 5), data=_Call(function, arguments)))
@@ -173,10 +173,11 @@ def _lying_header(draw: random.Random, folder: Path) -> str:
     text = draw.choice((None, None, None, "__import__('os')", "(" * 5000, "{" * 100, "1" * 9000))
     evil = _npy(draw.choice(kinds), draw.choice(shapes), b"\0" * 100, text)
     path = folder / "header.npz"
+    arrays = _arrays(audio=False)
+    whole = {key: _npy(each.dtype.str, each.shape, each.tobytes()) for key, each in arrays.items()}
     with zipfile.ZipFile(path, "w") as archive:
-        for key, array in _arrays(audio=False).items():
-            archive.writestr(f"{key}.npy", _npy(array.dtype.str, array.shape, array.tobytes()))
-        archive.writestr(f"{draw.choice(('x_train', 'y_test', 'classes'))}.npy", evil)
+        for key, content in (whole | {draw.choice(("x_train", "y_test", "classes")): evil}).items():
+            archive.writestr(f"{key}.npy", content)
     return f"cifar10:{path}"
 
 
