@@ -115,7 +115,10 @@ def _dress(axes: Any, heading: str) -> None:
 
 
 def draw_memory(folder: Path) -> Path:
-    """Draw a run's ``memory.png`` and return its path; raises as ``read_run`` and ``draw``."""
+    """Draw a run's ``memory.png`` and return its path.
+
+    Raises as ``read_run`` and ``draw``, and ValueError if no memory was sampled.
+    """
     run = read_run(folder)
     path = folder / "memory.png"
     charts = memory_charts(run)

@@ -108,7 +108,11 @@ class RunFolder:
         write_json(self.settings, asdict(settings))
 
     def read_settings(self) -> TrainSettings:
-        """Return the run's first settings; raises RunFolderError if missing or damaged."""
+        """Return the run's first settings.
+
+        Raises DamagedFileError if they cannot be read, and RunFolderError if there are none or they
+        are another version's.
+        """
         if not self.settings.exists():
             raise RunFolderError(
                 f"asked to resume {self.path}, but it holds no run; begin one without --resume"
