@@ -198,6 +198,54 @@ def _older_norms() -> SimpleNamespace:
     return SimpleNamespace(**(found | own))
 
 
+def element_codes() -> SimpleNamespace:
+    """How a code of each kind is written, by its newer name, and ``read``."""
+    codes = TREE.module("codecs")
+    if not hasattr(codes, "ElementsCode"):
+        return _older_element_codes()
+    make, codec = codes.ElementsCode, TREE.get("kernel_words", "Codec")
+    code = TREE.get("norm_words", "ElementCode")
+    decoding = {codec.MASK: ("low", "high"), codec.DERIVATIVE: ("table",)}
+    decoding |= {codec.STEPS: ("channels",), codec.INTEGERS: ()}
+
+    def mask(store: Any, x: Any, predicate: Any, low: float, high: float = math.nan) -> Any:
+        return make.encode(store, x, 1, code(codec.MASK, None, 0, predicate, low, high))
+
+    def intervals(store: Any, x: Any, bits: int, borders: Any) -> Any:
+        return make.encode(store, x, bits, code(codec.DERIVATIVE, table=borders))
+
+    def steps(store: Any, x: Any, bits: int, key: int, to_steps: Any) -> Any:
+        return make.encode(store, x, bits, code(codec.STEPS, to_steps, key))
+
+    def integers(store: Any, x: Any, bits: int, base: int) -> Any:
+        return make.encode(store, x, bits, code(codec.INTEGERS, base=base))
+
+    def read(found: Any, out: Any, *values: Any) -> None:
+        found.decode(out, **dict(zip(decoding[found.code.codec], values, strict=True)))
+
+    return SimpleNamespace(
+        mask=mask,
+        unwritten_mask=make.unwritten_mask,
+        intervals=intervals,
+        steps=steps,
+        integers=integers,
+        read=read,
+    )
+
+
+def _older_element_codes() -> SimpleNamespace:
+    """The same where each kind has a class of its own."""
+    mask = TREE.get("codecs", "MaskCode")
+    return SimpleNamespace(
+        mask=mask,
+        unwritten_mask=mask.unwritten,
+        intervals=TREE.get("codecs", "DerivativeCode").encode,
+        steps=TREE.get("ranged", "RangedCode"),
+        integers=TREE.get("codecs", "IntegerCode"),
+        read=lambda found, out, *values: found.decode(out, *values),
+    )
+
+
 def steady(value: Any) -> Any:
     """A value as JSON has it, by the newer names, without what differs between two runs.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from adapter import TREE, digest, norms
+from adapter import TREE, digest, element_codes, norms
 from torch import Tensor
 
 SIZES = (1, 255, 256, 257, 4097, 100_003)
@@ -89,7 +89,7 @@ def _affine(channels: int, inner: int, seed: int = 7) -> Any:
 
 def _above(store: Any, tensor: Tensor, low: float = 0.0) -> Any:
     above = TREE.get("kernel_words", "Predicate").ABOVE
-    return TREE.get("codecs", "MaskCode")(store, tensor, above, low)
+    return element_codes().mask(store, tensor, above, low)
 
 
 def _decoded(decode: Callable[[Tensor], object], like: Tensor) -> Tensor:
@@ -155,33 +155,33 @@ def _channels() -> Iterator[tuple[str, Record]]:
 
 
 def _masks() -> Iterator[tuple[str, Record]]:
-    make, predicate = TREE.get("codecs", "MaskCode"), TREE.get("kernel_words", "Predicate")
+    codes, predicate = element_codes(), TREE.get("kernel_words", "Predicate")
     for dtype in DTYPES:
         for count in SIZES:
             for kind, low, high in ((predicate.ABOVE, 0.0, math.nan), (predicate.INSIDE, 0.0, 6.0)):
                 store, x = _store(), floats(count, dtype)
-                code = make(store, x, kind, low, high)
-                out = _decoded(lambda out, code=code: code.decode(out, -1.5, 2.5), x)
+                code = codes.mask(store, x, kind, low, high)
+                out = _decoded(lambda out, code=code: codes.read(code, out, -1.5, 2.5), x)
                 found = {"code": digest(store.content()), "decoded": digest(out)}
                 yield f"mask/{kind.name}/{dtype}/{count}", found
 
 
 def _intervals() -> Iterator[tuple[str, Record]]:
-    make = TREE.get("codecs", "DerivativeCode").encode
+    codes = element_codes()
     for bits in range(1, 9):
         borders = torch.linspace(-3.0, 3.0, 2**bits - 1)
         levels = torch.linspace(-0.1, 1.1, 2**bits)
         for dtype in DTYPES:
             for count in SIZES:
                 store, x = _store(), floats(count, dtype)
-                code = make(store, x, bits, borders)
-                out = _decoded(lambda out, code=code, levels=levels: code.decode(out, levels), x)
+                code = codes.intervals(store, x, bits, borders)
+                out = _decoded(lambda out, c=code, levels=levels: codes.read(c, out, levels), x)
                 found = {"code": digest(store.content()), "decoded": digest(out)}
                 yield f"derivative/{bits}/{dtype}/{count}", found
 
 
 def _integers() -> Iterator[tuple[str, Record]]:
-    make = TREE.get("codecs", "IntegerCode")
+    codes = element_codes()
     widths = {
         torch.int8: (1, 3, 8),
         torch.int16: (5, 12),
@@ -195,23 +195,23 @@ def _integers() -> Iterator[tuple[str, Record]]:
                 generator = torch.Generator().manual_seed(count)
                 x = torch.randint(base, base + 2**bits, (count,), generator=generator).to(dtype)
                 store = _store()
-                code = make(store, x, bits, base)
-                out = _decoded(code.decode, x)
+                code = codes.integers(store, x, bits, base)
+                out = _decoded(lambda out, code=code: codes.read(code, out), x)
                 found = {"code": digest(store.content()), "decoded": digest(out)}
                 yield f"integers/{bits}/{dtype}/{count}", found
 
 
 def _steps() -> Iterator[tuple[str, Record]]:
     """Codes in steps of the tensor's own range, or of each of five channels'."""
-    make, grid_of = TREE.get("ranged", "RangedCode"), TREE.get("ranged", "grid_of")
+    codes, grid_of = element_codes(), TREE.get("ranged", "grid_of")
     for bits in range(1, 9):
         for dtype in DTYPES:
             for count in SIZES:
                 x, store = floats(count, dtype), _store()
                 low, high = (-8.0 - torch.arange(5.0), 9.0 + torch.arange(5.0))
                 grid = grid_of(low, high, bits, 3)
-                code = make(store, x, bits, KEY, grid.to_steps)
-                out = _decoded(lambda out, c=code, g=grid: c.decode(out, g.from_steps), x)
+                code = codes.steps(store, x, bits, KEY, grid.to_steps)
+                out = _decoded(lambda out, c=code, g=grid: codes.read(c, out, g.from_steps), x)
                 found = {"code": digest(store.content()), "decoded": digest(out)}
                 yield f"steps/{bits}/{dtype}/{count}", found
 
@@ -260,7 +260,7 @@ def _channel_norm(x: Tensor, inner: int, masked: bool, treatment: Any = None) ->
     moving = passes.RunningStatistics(*running)
     statistics = passes.take_statistics(x, geometry, 1e-5, moving)
     forward, result, out = statistics.forward(inner), _affine(32, inner), torch.full_like(x, 3)
-    mask = TREE.get("codecs", "MaskCode").unwritten(store, x.numel()) if masked else None
+    mask = element_codes().unwritten_mask(store, x.numel()) if masked else None
     addend, most = 0.5 * x, 6.0 if masked else math.inf
     output = passes.NormOutput(out, result, addend, mask, most)
     values = _forwarded(passes, store, x, forward, output, treatment)

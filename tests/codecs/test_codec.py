@@ -10,17 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from daf.codecs.codes import DerivativeCode, IntegerCode, MaskCode, ValueCode
+from daf.codecs.codes import ElementsCode, ValueCode
 from daf.codecs.layout import is_dense, layout_of, overlaps
 from daf.core.code_format import Predicate, header_bytes, plane_bytes
 from daf.core.errors import CodecError
 from daf.core.policy import Method, Treatment
-from daf.kernels.normalisation import Channels
+from daf.kernels import Codec
+from daf.kernels.normalisation import Channels, ElementCode
 from daf.pool.store import PlainStore
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 SETTINGS = settings(max_examples=60, deadline=None)
+
+
+def coded(tensor: Tensor, bits: int, code: ElementCode, store: PlainStore) -> ElementsCode:
+    found = ElementsCode.encode(store, tensor, bits, code)
+    assert found is not None
+    return found
 
 
 @st.composite
@@ -44,9 +51,9 @@ def test_masks_round_trip(
     values = torch.randn(math.prod(geometry[0]), generator=generator).to(dtype)
     tensor = permuted(*geometry, values)
     assert is_dense(tensor)
-    code = MaskCode(PlainStore(), tensor, Predicate.ABOVE, 0.0)
+    code = coded(tensor, 1, ElementCode(Codec.MASK), PlainStore())
     out = layout_of(tensor).empty()
-    code.decode(out, -1.0, 1.0)
+    code.decode(out, low=-1.0, high=1.0)
     assert out.stride() == tensor.stride()
     assert torch.equal(out, torch.where(tensor > 0, 1.0, -1.0).to(dtype))
 
@@ -75,7 +82,7 @@ def test_integers_round_trip(
     values = drawn.to(signed).view(dtype) if dtype is not torch.bool else drawn.bool()
     tensor = permuted(*geometry, values)
     store = PlainStore()
-    code = IntegerCode(store, tensor, bits, base)
+    code = coded(tensor, bits, ElementCode(Codec.INTEGERS, base=base), store)
     assert store.live_bytes == code.nbytes == plane_bytes(count, bits)
     out = layout_of(tensor).empty()
     code.decode(out)
@@ -108,7 +115,8 @@ def test_channels_mask_and_accumulation_compose(method: Method) -> None:
     tensor = torch.randn(4, 6, 50, generator=generator)
     scale, shift = torch.rand(6, generator=generator) + 0.5, torch.randn(6, generator=generator)
     code = ValueCode(PlainStore(), tensor, Treatment(method, 4), key=1)
-    mask = MaskCode(PlainStore(), tensor, Predicate.INSIDE, 0.0)
+    inside = ElementCode(Codec.MASK, predicate=Predicate.INSIDE)
+    mask = coded(tensor, 1, inside, PlainStore())
     plain = torch.empty_like(tensor)
     code.decode(plain)
     out = torch.full_like(tensor, 3.0)
@@ -134,13 +142,13 @@ def test_encoding_through_channels_codes_the_mapped_values() -> None:
 def test_derivative_codes_find_the_interval() -> None:
     tensor = torch.tensor([-2.0, -0.5, 0.5, 2.0])
     borders, levels = torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([10.0, 20.0, 30.0, 40.0])
-    code = DerivativeCode.encode(PlainStore(), tensor, 2, borders)
-    assert code is not None
+    intervals = ElementCode(Codec.DERIVATIVE, table=borders)
+    code = coded(tensor, 2, intervals, PlainStore())
     out = torch.empty(4)
-    code.decode(out, levels)
+    code.decode(out, table=levels)
     assert torch.equal(out, levels)
     store = PlainStore()
-    assert DerivativeCode.encode(store, torch.tensor([math.nan]), 2, borders) is None
+    assert ElementsCode.encode(store, torch.tensor([math.nan]), 2, intervals) is None
     assert store.live_bytes == 0
 
 

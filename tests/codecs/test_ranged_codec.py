@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from daf.codecs import ranges
-from daf.codecs.codes import RangedCode
+from daf.codecs.codes import ElementsCode
 from daf.codecs.ranged import WHOLE, Cut, Grid, grid_of
 from daf.core.code_format import plane_bytes
 from daf.core.errors import CodecError
+from daf.kernels import Codec
+from daf.kernels.normalisation import ElementCode
 from daf.pool.store import PlainStore
 
 BITS = range(1, 9)
@@ -24,10 +26,17 @@ def grid_for(tensor: Tensor, cut: Cut, bits: int) -> Grid:
     return grid_of(*ranges.ours().channel_ends(tensor, cut), bits, cut.inner)
 
 
+def coded(tensor: Tensor, bits: int, key: int, grid: Grid) -> ElementsCode:
+    steps = ElementCode(Codec.STEPS, grid.to_steps, key)
+    code = ElementsCode.encode(PlainStore(), tensor, bits, steps)
+    assert code is not None
+    return code
+
+
 def restored(tensor: Tensor, cut: Cut, bits: int, key: int = 7) -> Tensor:
     grid = grid_for(tensor, cut, bits)
     out = torch.full_like(tensor, math.nan)
-    RangedCode(PlainStore(), tensor, bits, key, grid.to_steps).decode(out, grid.from_steps)
+    coded(tensor, bits, key, grid).decode(out, channels=grid.from_steps)
     return out
 
 
@@ -61,7 +70,7 @@ def test_no_value_is_further_off_than_a_step_of_its_own_range(bits, channels_las
 @pytest.mark.parametrize("bits", BITS)
 def test_there_are_no_headers(bits: int) -> None:
     tensor = images(4, 6, 16, 16)
-    code = RangedCode(PlainStore(), tensor, bits, 0, grid_for(tensor, WHOLE, bits).to_steps)
+    code = coded(tensor, bits, 0, grid_for(tensor, WHOLE, bits))
     assert code.nbytes == plane_bytes(tensor.numel(), bits)
 
 
@@ -127,7 +136,7 @@ def test_other_dtypes_and_counts_are_refused() -> None:
     tensor = torch.zeros(300, dtype=torch.float64)
     grid = grid_for(tensor.float(), WHOLE, 2)
     with pytest.raises(CodecError, match="keep it"):
-        RangedCode(PlainStore(), tensor, 2, 0, grid.to_steps)
-    code = RangedCode(PlainStore(), tensor.float(), 2, 0, grid.to_steps)
+        coded(tensor, 2, 0, grid)
+    code = coded(tensor.float(), 2, 0, grid)
     with pytest.raises(CodecError, match="coded shape"):
-        code.decode(torch.zeros(301), grid.from_steps)
+        code.decode(torch.zeros(301), channels=grid.from_steps)

@@ -14,16 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from daf.core.code_format import (
-    BLOCK_ELEMENTS,
-    ElementType,
-    Predicate,
-    block_count,
-    words_per_plane,
-)
+from daf.core.code_format import BLOCK_ELEMENTS, ElementType, block_count, words_per_plane
 from daf.core.policy import Method
-from daf.kernels import PageFields
-from daf.kernels.normalisation import CodedValues, Decoding, Encoding
+from daf.kernels import Codec, PageFields
+from daf.kernels.normalisation import CodedValues, Decoding, ElementCode, Encoding
 from daf.kernels.triton.planes import DevicePlanes
 
 Words = npt.NDArray[np.int32]
@@ -131,22 +125,19 @@ def decode_minmax(planes: DevicePlanes, destination: Tensor, *more: Any) -> None
     del words
 
 
-def encode_mask(
-    source: Tensor, planes: DevicePlanes, predicate: Predicate, low: float, high: float
-) -> None:
-    """``gpu.encode_mask`` of float32."""
+def encode_mask(source: Tensor, planes: DevicePlanes, code: ElementCode) -> None:
+    """``gpu.encode_elements`` of a mask of float32."""
     words, fields = _scratch(planes)
-    native_calls.encode_mask(source.data_ptr(), FLOAT32, fields, predicate, low, high, 1)
+    bounds = (code.predicate, code.low, code.high)
+    native_calls.encode_mask(source.data_ptr(), FLOAT32, fields, *bounds, 1)
     write(planes, 0, words[0])
 
 
-def decode_mask(
-    planes: DevicePlanes, off_value: float, on_value: float, destination: Tensor
-) -> None:
-    """``gpu.decode_mask``."""
+def decode_mask(planes: DevicePlanes, destination: Tensor, code: ElementCode) -> None:
+    """``gpu.decode_elements`` of a mask."""
     words = read(planes, 0)
     fields = PageFields.flat(words.ctypes.data, planes.elements, 1)
-    native_calls.decode_mask(fields, off_value, on_value, destination.data_ptr(), FLOAT32, 1)
+    native_calls.decode_mask(fields, code.low, code.high, destination.data_ptr(), FLOAT32, 1)
 
 
 class PagedBackend:
@@ -167,5 +158,11 @@ class PagedBackend:
         else:
             decode_minmax(code.planes, out, *more)
 
-    encode_mask = staticmethod(encode_mask)
-    decode_mask = staticmethod(decode_mask)
+    def encode_elements(self, source: Tensor, planes: DevicePlanes, code: ElementCode) -> bool:
+        assert code.codec is Codec.MASK
+        encode_mask(source, planes, code)
+        return False
+
+    def decode_elements(self, planes: DevicePlanes, out: Tensor, code: ElementCode) -> None:
+        assert code.codec is Codec.MASK
+        decode_mask(planes, out, code)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from daf.capture.compress import compress
-from daf.codecs.codes import MaskCode, ValueCode
+from daf.codecs.codes import ElementsCode, ValueCode
 from daf.codecs.layout import layout_of
 from daf.codecs.scratch import Scratch
-from daf.core.code_format import Predicate
 from daf.core.policy import Method, Treatment
-from daf.kernels.normalisation import Channels
+from daf.kernels import Codec
+from daf.kernels.normalisation import Channels, ElementCode
 from daf.operators.chunked import weight_gradient
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import PlainStore
@@ -37,7 +37,9 @@ def recipe_of(shape: tuple[int, ...], layout: Any, bits: int, store: Any) -> Red
     first, second = (torch.randn(shape).to(memory_format=layout) for _ in "12")
     ledger, treatment = Ledger(), Treatment(Method.ROTATED if bits < 5 else Method.MINMAX, bits)
     codes = [Stored(ledger, ValueCode(store, t, treatment, 7)) for t in (first, second)]
-    mask = Stored(ledger, MaskCode(store, first, Predicate.ABOVE, 0.0))
+    code = ElementsCode.encode(store, first, 1, ElementCode(Codec.MASK))
+    assert code is not None
+    mask = Stored(ledger, code)
     inner = 1 if layout is torch.channels_last else shape[2] * shape[3]
     channels = Stored(ledger, Channels(torch.randn(shape[1]), torch.randn(shape[1]), inner))
     return Rederived((Term(codes[0]), Term(codes[1], channels, mask)), layout_of(first))

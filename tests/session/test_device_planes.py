@@ -33,9 +33,9 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         triton_codecs, "decode_values", lambda _code, decoding: decoding.out.fill_(1.0)
     )
-    monkeypatch.setattr(triton_codecs, "encode_mask", written)
+    monkeypatch.setattr(triton_codecs, "encode_elements", written)
     monkeypatch.setattr(
-        triton_codecs, "decode_mask", lambda _planes, _off, _on, out: out.fill_(1.0)
+        triton_codecs, "decode_elements", lambda _planes, out, _code: out.fill_(1.0)
     )
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from daf.codecs.codes import DerivativeCode, IntegerCode, MaskCode, RangedCode, ValueCode
+from daf.codecs.codes import ElementsCode, ValueCode
 from daf.codecs.registry import RegisteredCode, encoder_named
-from daf.core.code_format import Predicate
 from daf.core.policy import Treatment
 from daf.kernels.devices import is_coded_on_device
-from daf.kernels.normalisation import Channels
+from daf.kernels.normalisation import Channels, ElementCode
 from daf.pool.device_pools import DeviceStores
 from daf.pool.store import Store
 
@@ -44,21 +42,15 @@ class Coder:
         self._host = host
         self._devices = DeviceStores() if devices is None else devices
 
-    def mask(
-        self,
-        tensor: Tensor,
-        predicate: Predicate,
-        low: float,
-        high: float = math.nan,
-        *,
-        on_host: bool = False,
-    ) -> MaskCode:
-        """Encode one bit of every element of a dense tensor."""
-        return MaskCode(self._place(tensor, 1, on_host), tensor, predicate, low, high)
+    def elements(
+        self, tensor: Tensor, bits: int, code: ElementCode, *, on_host: bool = False
+    ) -> ElementsCode | None:
+        """Encode every element of a dense tensor; None if one is known not to be finite."""
+        return ElementsCode.encode(self._place(tensor, bits, on_host), tensor, bits, code)
 
-    def unwritten_mask(self, tensor: Tensor, *, on_host: bool = False) -> MaskCode:
+    def unwritten_mask(self, tensor: Tensor, *, on_host: bool = False) -> ElementsCode:
         """Allocate one bit for every element; the caller fills the planes."""
-        return MaskCode.unwritten(self._place(tensor, 1, on_host), tensor.numel())
+        return ElementsCode.unwritten_mask(self._place(tensor, 1, on_host), tensor.numel())
 
     def values(
         self,
@@ -75,24 +67,6 @@ class Coder:
             if found is not None:
                 return found
         return ValueCode(self._place(tensor, treatment.bits, False), *arguments, **options)
-
-    def intervals(
-        self, tensor: Tensor, bits: int, borders: Tensor, *, on_host: bool = False
-    ) -> DerivativeCode | None:
-        """Encode each element's interval; None if an element is known not to be finite."""
-        return DerivativeCode.encode(self._place(tensor, bits, on_host), tensor, bits, borders)
-
-    def steps(
-        self, tensor: Tensor, bits: int, key: int, to_steps: Channels, *, on_host: bool = False
-    ) -> RangedCode:
-        """Encode a dense tensor's floats as the numbers of steps that ``to_steps`` gives."""
-        return RangedCode(self._place(tensor, bits, on_host), tensor, bits, key, to_steps)
-
-    def integers(
-        self, tensor: Tensor, bits: int, base: int, *, on_host: bool = False
-    ) -> IntegerCode:
-        """Encode a dense tensor's integers, which lie in ``base … base + 2**bits - 1``."""
-        return IntegerCode(self._place(tensor, bits, on_host), tensor, bits, base)
 
     def registered(self, tensor: Tensor, treatment: Treatment, key: int) -> RegisteredCode | None:
         """Encode by a registered codec; None: the tensor is kept as it is."""

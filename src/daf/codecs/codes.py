@@ -14,13 +14,20 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from daf.codecs.layout import in_memory_order
-from daf.core.code_format import BLOCK_ELEMENTS, Predicate
+from daf.core.code_format import BLOCK_ELEMENTS
 from daf.core.errors import CodecError
 from daf.core.policy import Method, Treatment
-from daf.kernels import RowMoments
+from daf.kernels import Codec, RowMoments
 from daf.kernels.backend import element_type
 from daf.kernels.devices import backend_of
-from daf.kernels.normalisation import Channels, CodedValues, Decoding, Encoding, NormOutput
+from daf.kernels.normalisation import (
+    Channels,
+    CodedValues,
+    Decoding,
+    ElementCode,
+    Encoding,
+    NormOutput,
+)
 from daf.pool.paged_pool import plane_importance
 
 
@@ -47,7 +54,7 @@ class Values(Protocol):
         self,
         out: Tensor,
         channels: Channels | None = None,
-        mask: MaskCode | None = None,
+        mask: ElementsCode | None = None,
         accumulate: bool = False,
         blocks: tuple[int, int] | None = None,
     ) -> None:
@@ -68,12 +75,6 @@ class _Code:
     def nbytes(self) -> int:
         return int(self.planes.nbytes)
 
-    @contextmanager
-    def _writing(self) -> Iterator[Any]:
-        with self.planes.filling() as planes:
-            yield planes
-        self.planes.seal()
-
     def _reading(
         self, out: Tensor, blocks: tuple[int, int] | None = None
     ) -> AbstractContextManager[Any]:
@@ -81,33 +82,51 @@ class _Code:
         return self.planes.pinned()  # type: ignore[no-any-return]
 
 
-class MaskCode(_Code):
-    """One bit per element: on which side of a threshold it lies."""
+class ElementsCode(_Code):
+    """A code of every element by itself; ``code`` is what it was written by."""
 
-    __slots__ = ()
+    __slots__ = ("_broken", "code")
 
-    def __init__(
-        self, store: Any, tensor: Tensor, predicate: Predicate, low: float, high: float = math.nan
-    ) -> None:
-        super().__init__(tensor.numel(), _planes(store, tensor.numel(), 1))
-        with self._writing() as planes:
-            backend_of(tensor).encode_mask(tensor, planes, predicate, low, high)
+    def __init__(self, count: int, planes: Any, code: ElementCode) -> None:
+        super().__init__(count, planes)
+        self.code = code._replace(channels=None, table=None)  # of the encoder alone
+        self._broken: Tensor | None = None
 
     @classmethod
-    def unwritten(cls, store: Any, count: int) -> MaskCode:
+    def encode(
+        cls, store: Any, tensor: Tensor, bits: int, code: ElementCode
+    ) -> ElementsCode | None:
+        """Encode a dense tensor; CodecError if its dtype has no code.
+
+        None if an element of a *derivative* code is not finite; where only the device knows, the
+        code decodes to NaN.
+        """
+        if code.codec is not Codec.INTEGERS:
+            element_type(tensor.dtype)
+        found = cls(tensor.numel(), _planes(store, tensor.numel(), bits), code)
+        with found.planes.filling() as planes:
+            broken = backend_of(tensor).encode_elements(tensor, planes, code)
+        if broken is True:
+            return None
+        found._broken = None if broken is False else broken
+        found.planes.seal()
+        return found
+
+    @classmethod
+    def unwritten_mask(cls, store: Any, count: int) -> ElementsCode:
         """Allocate a mask of ``count`` elements; the caller fills ``planes``, then seals it."""
-        mask = cls.__new__(cls)
-        _Code.__init__(mask, count, _planes(store, count, 1))
-        return mask
+        return cls(count, _planes(store, count, 1), ElementCode(Codec.MASK))
 
     def seal(self) -> None:
         """End the writing of an unwritten mask."""
         self.planes.seal()
 
-    def decode(self, out: Tensor, off_value: float, on_value: float) -> None:
-        """Write the two values into a dense tensor of the encoded element count."""
+    def decode(self, out: Tensor, **read: Any) -> None:
+        """Write a dense tensor of the encoded element count; ``read``: fields of ElementCode."""
         with self._reading(out) as planes:
-            backend_of(out).decode_mask(planes, off_value, on_value, out)
+            backend_of(out).decode_elements(planes, out, self.code._replace(**read))
+        if self._broken is not None:
+            in_memory_order(out).masked_fill_(self._broken != 0, math.nan)
 
 
 class ValueCode(_Code):
@@ -146,9 +165,10 @@ class ValueCode(_Code):
         element_type(tensor.dtype)
         count = tensor.numel()
         self._hold(count, _value_planes(store, count, treatment, weight, tag), treatment, key)
-        with self._writing() as planes, opened(output) as written:
+        with self.planes.filling() as filled, opened(output) as written:
             encoding = Encoding(tensor, channels, rows, written)
-            backend_of(tensor).encode_values(self.at(planes), encoding)
+            backend_of(tensor).encode_values(self.at(filled), encoding)
+        self.planes.seal()
 
     @classmethod
     def packed_elsewhere(
@@ -171,7 +191,7 @@ class ValueCode(_Code):
         self,
         out: Tensor,
         channels: Channels | None = None,
-        mask: MaskCode | None = None,
+        mask: ElementsCode | None = None,
         accumulate: bool = False,
         blocks: tuple[int, int] | None = None,
     ) -> None:
@@ -185,74 +205,7 @@ class ValueCode(_Code):
             backend_of(out).decode_values(self.at(planes), decoding)
 
 
-class RangedCode(_Code):
-    """A tensor's numbers of steps; the decoder supplies the grid."""
-
-    __slots__ = ()
-
-    def __init__(self, store: Any, tensor: Tensor, bits: int, key: int, to_steps: Channels) -> None:
-        """Encode dense floats, rounding stochastically; CodecError if the dtype has no code."""
-        element_type(tensor.dtype)
-        super().__init__(tensor.numel(), _planes(store, tensor.numel(), bits))
-        with self._writing() as planes:
-            backend_of(tensor).encode_steps(tensor, planes, key, to_steps)
-
-    def decode(self, out: Tensor, from_steps: Channels) -> None:
-        """Write the values into a dense tensor of the encoded element count."""
-        with self._reading(out) as planes:
-            backend_of(out).decode_steps(planes, out, from_steps)
-
-
-class DerivativeCode(_Code):
-    """The interval of a smooth activation's domain in which each element lies."""
-
-    __slots__ = ("_broken",)
-    _broken: Tensor | None
-
-    @classmethod
-    def encode(
-        cls, store: Any, tensor: Tensor, bits: int, borders: Tensor
-    ) -> DerivativeCode | None:
-        """Encode a dense tensor; borders: (2**bits - 1,) float32, ascending.
-
-        None if an element is not finite; where only the device knows, the code decodes to NaN.
-        """
-        code = cls(tensor.numel(), _planes(store, tensor.numel(), bits))
-        with code.planes.filling() as planes:
-            broken = backend_of(tensor).encode_derivative(tensor, planes, borders)
-        if broken is True:
-            return None
-        code._broken = None if broken is False else broken
-        code.planes.seal()
-        return code
-
-    def decode(self, out: Tensor, levels: Tensor) -> None:
-        """Write ``levels[interval]`` into a dense tensor; levels: (2**bits,) float32."""
-        with self._reading(out) as planes:
-            backend_of(out).decode_derivative(planes, levels, out)
-        if self._broken is not None:
-            in_memory_order(out).masked_fill_(self._broken != 0, math.nan)
-
-
-class IntegerCode(_Code):
-    """Integers or booleans in as few bits as their range needs; lossless."""
-
-    __slots__ = ("base",)
-
-    def __init__(self, store: Any, tensor: Tensor, bits: int, base: int) -> None:
-        """Encode dense 1- to 8-byte integers (or bytes) in ``base … base + 2**bits - 1``."""
-        super().__init__(tensor.numel(), _planes(store, tensor.numel(), bits))
-        self.base = base
-        with self._writing() as planes:
-            backend_of(tensor).encode_integers(tensor, planes, base)
-
-    def decode(self, out: Tensor) -> None:
-        """Write the integers into a dense tensor of the encoded element count."""
-        with self._reading(out) as planes:
-            backend_of(out).decode_integers(planes, self.base, out)
-
-
-def pinned(mask: MaskCode | None) -> AbstractContextManager[Any]:
+def pinned(mask: ElementsCode | None) -> AbstractContextManager[Any]:
     """Pin a mask's planes for reading; None without a mask."""
     return nullcontext() if mask is None else mask.planes.pinned()
 

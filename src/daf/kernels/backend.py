@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from daf.core.code_format import ElementType, Predicate
+from daf.core.code_format import ElementType
 from daf.core.errors import CodecError
 from daf.kernels import RangeStrategy
 from daf.kernels.normalisation import (
     Channels,
     CodedValues,
     Decoding,
+    ElementCode,
     Encoding,
     Geometry,
     KeptValues,
@@ -48,34 +49,15 @@ class Backend(Protocol):
     def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
         """Write the values from the planes that are left."""
 
-    def encode_steps(self, source: Tensor, planes: Any, key: int, to_steps: Channels) -> None:
-        """Write the numbers of steps that ``to_steps`` makes of values, rounded stochastically."""
+    def encode_elements(self, source: Tensor, planes: Any, code: ElementCode) -> bool | Tensor:
+        """Write rounded numbers of steps, a predicate's bits, borders below, or ``value - base``.
 
-    def decode_steps(self, planes: Any, out: Tensor, from_steps: Channels) -> None:
-        """Write the values that the numbers of steps stand for."""
-
-    def encode_mask(
-        self, source: Tensor, planes: Any, predicate: Predicate, low: float, high: float
-    ) -> None:
-        """Write one plane of ``predicate``."""
-
-    def decode_mask(self, planes: Any, off_value: float, on_value: float, out: Tensor) -> None:
-        """Write ``on_value`` where the bit is set and ``off_value`` elsewhere."""
-
-    def encode_derivative(self, source: Tensor, planes: Any, borders: Tensor) -> bool | Tensor:
-        """Write how many borders lie below each element; borders (2**bits - 1,) float32, ascending.
-
-        Returns True, or () nonzero int32 on the device, if an element is not finite.
+        Returns True, or () nonzero int32 on the device, if the planes are worthless: an element of
+        a derivative code is not finite. Integers lie in ``base … base + 2**bits - 1``.
         """
 
-    def decode_derivative(self, planes: Any, levels: Tensor, out: Tensor) -> None:
-        """Write the level of every interval; levels (2**bits,) float32."""
-
-    def encode_integers(self, source: Tensor, planes: Any, base: int) -> None:
-        """Write ``value - base`` of integers or booleans in ``base … base + 2**bits - 1``."""
-
-    def decode_integers(self, planes: Any, base: int, out: Tensor) -> None:
-        """Write ``code + base``."""
+    def decode_elements(self, planes: Any, out: Tensor, code: ElementCode) -> None:
+        """Write the values, the two of a mask, an interval's level, or ``code + base``."""
 
     def measure_ranges(
         self, items: Tensor, strategy: RangeStrategy, channels: int, inner: int

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from daf.core.code_format import Predicate
 from daf.core.policy import Method, Treatment
 from daf.kernels import ChannelAffine, Codec, RowMoments
 
@@ -95,6 +96,22 @@ class NormOutput(NamedTuple):
     addend: Tensor | None = None  # in the layout of ``out``
     mask: Any = None  # of a ReLU, an unwritten code; to kernels, its open planes
     most: float = math.inf  # the ReLU's upper bound
+
+
+class ElementCode(NamedTuple):
+    """A code of every element by itself, of *steps*, *mask*, *derivative* or *integers*.
+
+    Written from elements, and read by another record, of what the codes then stand for.
+    """
+
+    codec: Codec
+    channels: Channels | None = None  # steps: makes steps of values; read: values of them
+    key: int = 0  # steps: the seed
+    predicate: Predicate = Predicate.ABOVE  # mask
+    low: float = 0.0  # mask: the predicate's bounds; read: what a clear bit stands for
+    high: float = math.nan  # mask: likewise, and a set one
+    table: Tensor | None = None  # derivative: 2**bits - 1 ascending borders; read: 2**bits levels
+    base: int = 0  # integers: taken off before, added behind
 
 
 class CodedValues(NamedTuple):

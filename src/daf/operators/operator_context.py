@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from daf.codecs.codes import MaskCode, ValueCode
+from daf.codecs.codes import ElementsCode, ValueCode
 from daf.core.errors import CodecError
 from daf.core.policy import KEEP, Method, Need, Policy
 from daf.kernels import RowMoments
@@ -233,7 +233,7 @@ class InputHolder:
         )
         return self.stored(code)
 
-    def new_mask(self, x: Tensor) -> MaskCode:
+    def new_mask(self, x: Tensor) -> ElementsCode:
         """Allocate a mask of a tensor, where its code goes."""
         on_host = self.record.treatment.on_host
         return self._context.state.coder.unwritten_mask(x, on_host=on_host)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from daf.codecs.coder import Coder
-from daf.core.code_format import Predicate
 from daf.core.policy import Method, Treatment
 from daf.core.profile import DeviceSpeeds
+from daf.kernels import Codec
 from daf.kernels.devices import can_code_on
+from daf.kernels.normalisation import ElementCode
 from daf.memory.process_memory import CPU
 from daf.offload.spill import SpillOptions
 from daf.pool.store import PlainStore
@@ -103,8 +104,8 @@ def _probed(
         for treatment in (Treatment(Method.ROTATED, 2), Treatment(Method.MINMAX, 8)):
             make = partial(coder.values, tensor, treatment, 0, None, weight=1.0, tag=0)
             probe(treatment.method, make, lambda code: code.decode(out))
-        mask = partial(coder.mask, tensor, Predicate.ABOVE, 0.0)
-        probe(Method.MASK, mask, lambda code: code.decode(out, 0.0, 1.0))
+        mask = partial(coder.elements, tensor, 1, ElementCode(Codec.MASK))
+        probe(Method.MASK, mask, lambda code: code.decode(out, low=0.0, high=1.0))
     return encode, decode, _speed(out, lambda: out.copy_(tensor))
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from daf.codecs.codes import IntegerCode
+from daf.codecs.codes import ElementsCode
 from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
 from daf.saved_tensors.packed_tensor import Decoded, Stored
@@ -89,7 +89,7 @@ class WindowPlaces(Decoded):
 
     __slots__ = ("_windows",)
 
-    def __init__(self, code: Stored[IntegerCode], layout: Layout, windows: Windows) -> None:
+    def __init__(self, code: Stored[ElementsCode], layout: Layout, windows: Windows) -> None:
         super().__init__(code, layout._replace(dtype=torch.int32))
         self._windows = windows
 

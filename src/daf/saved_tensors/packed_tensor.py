@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from daf.codecs.codes import MaskCode, Values, elements_in
+from daf.codecs.codes import ElementsCode, Values, elements_in
 from daf.codecs.layout import Layout, layout_of
 from daf.codecs.scratch import Scratch
 from daf.core.code_format import BLOCK_ELEMENTS
@@ -81,7 +81,7 @@ class Term(NamedTuple):
 
     code: Stored[Values]
     channels: Stored[Channels] | None = None
-    mask: Stored[MaskCode] | None = None
+    mask: Stored[ElementsCode] | None = None
     derivation: Derivation | None = None
 
 
@@ -152,11 +152,11 @@ class Shape(PackedTensor):
 
 
 class Decoded(PackedTensor):
-    """A code that one call decodes, with ``arguments`` if it takes any."""
+    """A code that one call decodes, with ``arguments`` by keyword if it takes any."""
 
     __slots__ = ("arguments", "code", "layout")
 
-    def __init__(self, code: Stored[Any], layout: Layout, *arguments: Any) -> None:
+    def __init__(self, code: Stored[Any], layout: Layout, **arguments: Any) -> None:
         super().__init__()
         self.code = code
         self.layout = layout
@@ -165,8 +165,9 @@ class Decoded(PackedTensor):
     def restore(self, scratch: Scratch) -> Tensor:
         """Return the decoded tensor; arguments in the ledger are taken out of their ``Stored``."""
         out = scratch.empty(self.layout)
-        held = (each.content if isinstance(each, Stored) else each for each in self.arguments)
-        self.code.content.decode(out, *held)
+        held = self.arguments.items()
+        given = {name: each.content if isinstance(each, Stored) else each for name, each in held}
+        self.code.content.decode(out, **given)
         return out
 
 

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from daf.codecs import ranges
 from daf.codecs.coder import Coder
-from daf.codecs.codes import IntegerCode, ValueCode
+from daf.codecs.codes import ElementsCode, ValueCode
 from daf.codecs.layout import in_memory_order, is_dense, layout_of, overlaps
 from daf.codecs.ranged import WHOLE, Cut, grid_of
 from daf.codecs.scratch import Scratch
-from daf.core.code_format import Predicate
 from daf.core.errors import CodecError
 from daf.core.policy import KEEP, SMALL_BYTES, Method, Need, Site, Treatment
+from daf.kernels import Codec
 from daf.kernels.backend import is_codable
 from daf.kernels.devices import can_code_on, is_read_freely, is_recorded
-from daf.kernels.normalisation import Channels
+from daf.kernels.normalisation import Channels, ElementCode
 from daf.offload.spill import SpillRecord, SpillStore
 from daf.saved_tensors.activation_codes import smooth_code
 from daf.saved_tensors.backward_rules import saved_in, sign_rule
@@ -187,10 +187,15 @@ class Packer:
         code = self._shared(job, ("integers",), lambda: self._packed(job))
         return None if code is None else Decoded(code, layout_of(job.tensor))
 
-    def _packed(self, job: PackRequest) -> IntegerCode | None:
-        tensor, on_host = job.tensor, job.treatment.on_host
+    def _elements(
+        self, job: PackRequest, tensor: Tensor, bits: int, code: ElementCode
+    ) -> ElementsCode | None:
+        return self._coder.elements(tensor, bits, code, on_host=job.treatment.on_host)
+
+    def _packed(self, job: PackRequest) -> ElementsCode | None:
+        tensor = job.tensor
         if tensor.dtype is torch.bool:
-            return self._coder.integers(tensor, 1, 0, on_host=on_host)
+            return self._elements(job, tensor, 1, ElementCode(Codec.INTEGERS))
         if not is_read_freely(tensor):
             return None  # their range is known on the device alone
         signed = tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor
@@ -198,7 +203,7 @@ class Packer:
         bits = max(1, (high - low).bit_length())
         if bits >= 8 * tensor.element_size():
             return None
-        return self._coder.integers(tensor, bits, low, on_host=on_host)
+        return self._elements(job, tensor, bits, ElementCode(Codec.INTEGERS, base=low))
 
     def _window_places(self, job: PackRequest) -> PackedTensor | None:
         pooled = saved_in(job.saved.node, "self")
@@ -206,20 +211,19 @@ class Packer:
             return None
         windows = windows_of(job.saved.node, _shape_of(pooled))
         places = windows.offsets(job.tensor)
-        on_host = job.treatment.on_host
-        packed = self._coder.integers(places, windows.bits, 0, on_host=on_host)
+        packed = self._elements(job, places, windows.bits, ElementCode(Codec.INTEGERS))
+        assert packed is not None
         return WindowPlaces(Stored(self._ledger, packed), layout_of(job.tensor), windows)
 
     def _sign(self, job: PackRequest) -> PackedTensor | None:
         rule = sign_rule(job.saved.node, job.tensor.dtype)
         if rule is None or not is_dense(job.tensor):
             return None
-        bits, on_host = (rule.predicate, rule.low, rule.high), job.treatment.on_host
-        mask = self._shared(
-            job, ("mask", *bits), lambda: self._coder.mask(job.tensor, *bits, on_host=on_host)
-        )
+        code = ElementCode(Codec.MASK, predicate=rule.predicate, low=rule.low, high=rule.high)
+        key = (Codec.MASK, rule.predicate, rule.low, rule.high)
+        mask = self._shared(job, key, lambda: self._elements(job, job.tensor, 1, code))
         assert mask is not None
-        held = Decoded(mask, layout_of(job.tensor), rule.off_value, rule.on_value)
+        held = Decoded(mask, layout_of(job.tensor), low=rule.off_value, high=rule.on_value)
         operands = job.call.operands
         if job.rederive and operands is not None and job.saved.slot == "result":
             if job.tensor.stride() == operands.stride:
@@ -235,8 +239,9 @@ class Packer:
         low, high = ranges.bounds(job.tensor)
         if not low < high or not _has_only(job.tensor, low, high):
             return None
-        code = self._coder.mask(job.tensor, Predicate.ABOVE, low, on_host=job.treatment.on_host)
-        held = Decoded(Stored(self._ledger, code), layout_of(job.tensor), low, high)
+        code = self._elements(job, job.tensor, 1, ElementCode(Codec.MASK, low=low))
+        assert code is not None
+        held = Decoded(Stored(self._ledger, code), layout_of(job.tensor), low=low, high=high)
         if job.rederive and low == 0.0:
             self._dropping.learn(job, held, high)
         return held
@@ -246,11 +251,11 @@ class Packer:
         if table is None:
             return None
         dense = _dense(job.tensor)
-        bits, on_host = job.treatment.bits, job.treatment.on_host
-        code = self._coder.intervals(dense, bits, table.borders, on_host=on_host)
+        intervals = ElementCode(Codec.DERIVATIVE, table=table.borders)
+        code = self._elements(job, dense, job.treatment.bits, intervals)
         if code is None:
             return None
-        return Decoded(Stored(self._ledger, code), layout_of(dense), table.representatives)
+        return Decoded(Stored(self._ledger, code), layout_of(dense), table=table.representatives)
 
     def _values(self, job: PackRequest) -> PackedTensor | None:
         if job.treatment.method is Method.REGISTERED:
@@ -290,12 +295,13 @@ class Packer:
         key = (job.treatment, cut, *job.content_key)
         found = job.source.recall(key, Decoded)
         if found is not None:
-            return Decoded(found.code, layout_of(dense), *found.arguments)
+            return Decoded(found.code, layout_of(dense), **found.arguments)
         grid = grid_of(*ranges.ours().channel_ends(dense, cut), bits, cut.inner)
-        on_host = job.treatment.on_host
-        code = self._coder.steps(dense, bits, job.key, grid.to_steps, on_host=on_host)
+        steps = ElementCode(Codec.STEPS, grid.to_steps, job.key)
+        code = self._elements(job, dense, bits, steps)
+        assert code is not None
         from_steps = Stored(self._ledger, grid.from_steps)
-        held = Decoded(Stored(self._ledger, code), layout_of(dense), from_steps)
+        held = Decoded(Stored(self._ledger, code), layout_of(dense), channels=from_steps)
         job.source.remember(key, held)
         return held
 

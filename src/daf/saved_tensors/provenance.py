@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daf.codecs.codes import MaskCode
+from daf.codecs.codes import ElementsCode
 from daf.codecs.layout import is_dense
 from daf.core.policy import Method
 from daf.saved_tensors.backward_rules import ALIASES
@@ -141,7 +141,7 @@ class Provenance:
             return None
         return found
 
-    def masked(self, node: Any, operands: Operands, mask: Stored[MaskCode]) -> Recipe | None:
+    def masked(self, node: Any, operands: Operands, mask: Stored[ElementsCode]) -> Recipe | None:
         """Return the recipe of a ReLU's result, if that of its input is known."""
         if not operands.trusted:
             return None
@@ -151,7 +151,7 @@ class Provenance:
         return _masked(found, mask)
 
     def added(
-        self, addend: Tensor | None, term: Term, mask: Stored[MaskCode] | None
+        self, addend: Tensor | None, term: Term, mask: Stored[ElementsCode] | None
     ) -> Recipe | None:
         """Return the recipe of ``addend`` plus one more term, then zeroed by ``mask``; or None."""
         found: Recipe | None = (term,)
@@ -207,7 +207,7 @@ def _is_idle(node: Any) -> bool:
     return tuple(saved_value(node, "self_sym_sizes")) == result_shape(node)
 
 
-def _masked(recipe: Recipe, mask: Stored[MaskCode]) -> Recipe | None:
+def _masked(recipe: Recipe, mask: Stored[ElementsCode]) -> Recipe | None:
     """Zero a sum by ``mask``; None where its last term has a mask already."""
     last = recipe[-1]
     return (*recipe[:-1], last._replace(mask=mask)) if last.mask is None else None

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from daf.core.code_format import ElementType, Predicate, block_count
 from daf.core.code_format import words_per_plane as words_of
 from daf.core.errors import KernelError
+from daf.kernels import Codec
+from daf.kernels.normalisation import ElementCode
 from daf.kernels.reference import codecs as reference
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
@@ -270,10 +272,11 @@ def check_steps(source, kind, bits, key, affines=(None, None)) -> None:
     count, (ours, theirs) = len(source), affines
     expected = reference.encode_steps(source, bits, key, ours)
     planes = allocate_flat(count, bits, headers=False)
-    triton_codecs.encode_steps(elements(source, kind), planes, key, theirs)
+    steps = ElementCode(Codec.STEPS, theirs, key)
+    triton_codecs.encode_elements(elements(source, kind), planes, steps)
     assert bytes_of(planes.region) == np.ascontiguousarray(expected).tobytes(), count
     found = poisoned(count, kind)
-    triton_codecs.decode_steps(planes, found, theirs)
+    triton_codecs.decode_elements(planes, found, steps)
     values = reference.decode_steps(expected, reference.Target(count, kind), ours)
     assert bytes_of(found) == values.tobytes(), count
     check_guard(found)
@@ -290,6 +293,10 @@ def test_steps_are_the_oracle_s(cases, bits, kind) -> None:
 # --- mask, derivative, integers -------------------------------------------------------------
 
 
+def integers(base: int) -> ElementCode:
+    return ElementCode(Codec.INTEGERS, base=base)
+
+
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize(
     ("predicate", "low", "high"),
@@ -304,10 +311,11 @@ def test_masks_are_the_oracle_s(cases, predicate, low, high, kind) -> None:
         source = cases.as_type(cases.broken(count) * np.float32(4), kind)
         expected = reference.encode_mask(source, predicate, low, high)
         planes = allocate_flat(count, 1, headers=False)
-        triton_codecs.encode_mask(elements(source, kind), planes, predicate, low, high)
+        mask = ElementCode(Codec.MASK, predicate=predicate, low=low, high=high)
+        triton_codecs.encode_elements(elements(source, kind), planes, mask)
         assert bytes_of(planes.region) == expected.tobytes()
         found = poisoned(count, kind)
-        triton_codecs.decode_mask(planes, -0.0, 1.25, found)
+        triton_codecs.decode_elements(planes, found, ElementCode(Codec.MASK, low=-0.0, high=1.25))
         values = reference.decode_mask(expected, count, -0.0, 1.25, kind)
         assert bytes_of(found) == values.tobytes()
         check_guard(found)
@@ -338,12 +346,12 @@ def test_derivative_codes_are_the_oracle_s(cases, bits, kind) -> None:
         expected = reference.encode_derivative(source, bits, borders)
         assert expected is not None
         planes = allocate_flat(count, bits, headers=False)
-        assert not triton_codecs.encode_derivative(
-            elements(source, kind), planes, to_device(borders)
-        )
+        intervals = ElementCode(Codec.DERIVATIVE, table=to_device(borders))
+        assert not triton_codecs.encode_elements(elements(source, kind), planes, intervals)
         assert bytes_of(planes.region) == expected.tobytes()
         found = poisoned(count, kind)
-        triton_codecs.decode_derivative(planes, to_device(levels), found)
+        of_levels = ElementCode(Codec.DERIVATIVE, table=to_device(levels))
+        triton_codecs.decode_elements(planes, found, of_levels)
         values = reference.decode_derivative(expected, count, levels, kind)
         assert bytes_of(found) == values.tobytes()
         check_guard(found)
@@ -355,7 +363,8 @@ def test_a_derivative_code_tells_of_what_is_not_finite(cases, value) -> None:
     source[39_999] = value
     planes = allocate_flat(40_000, 2, headers=False)
     borders = to_device(np.array([-1, 0, 1], np.float32))
-    assert triton_codecs.encode_derivative(to_device(source), planes, borders)
+    intervals = ElementCode(Codec.DERIVATIVE, table=borders)
+    assert triton_codecs.encode_elements(to_device(source), planes, intervals)
 
 
 @pytest.mark.parametrize(
@@ -370,27 +379,27 @@ def test_integers_come_back(cases, item, bits) -> None:
             continue
         expected = reference.encode_integers(source, bits, base)
         planes = allocate_flat(count, bits, headers=False)
-        assert not triton_codecs.encode_integers(to_device(source), planes, base)
+        assert not triton_codecs.encode_elements(to_device(source), planes, integers(base))
         assert bytes_of(planes.region) == expected.tobytes()
         found = torch.zeros(count, dtype=to_device(source).dtype, device=DEVICE)
-        triton_codecs.decode_integers(planes, base, found)
+        triton_codecs.decode_elements(planes, found, integers(base))
         assert bytes_of(found) == source.tobytes()
 
 
 def test_whole_words_booleans_and_integers_that_do_not_fit(cases) -> None:
     source = cases.words(600, 2).astype(np.int64) * 0x1_0000_0001 - 2**62
     planes = allocate_flat(600, 64, headers=False)
-    assert not triton_codecs.encode_integers(to_device(source), planes, 0)
+    assert not triton_codecs.encode_elements(to_device(source), planes, integers(0))
     assert bytes_of(planes.region) == reference.encode_integers(source, 64, 0).tobytes()
     flags = to_device((source % 2).astype(np.int8)).bool()
     one = allocate_flat(600, 1, headers=False)
-    assert not triton_codecs.encode_integers(flags, one, 0)
+    assert not triton_codecs.encode_elements(flags, one, integers(0))
     found = torch.zeros_like(flags)
-    triton_codecs.decode_integers(one, 0, found)
+    triton_codecs.decode_elements(one, found, integers(0))
     assert torch.equal(found, flags)
     source[599] = source[0] + 5
     narrow = allocate_flat(600, 2, headers=False)
-    assert triton_codecs.encode_integers(to_device(source), narrow, int(source[0]))
+    assert triton_codecs.encode_elements(to_device(source), narrow, integers(int(source[0])))
 
 
 # --- pages ----------------------------------------------------------------------------------
@@ -451,14 +460,15 @@ def test_masks_derivatives_and_integers_live_in_pages_too(cases) -> None:
     blank = np.zeros((bits, words_of(count)), np.uint32)
     borders = np.array([-1, 0, 1], np.float32)
     planes = in_pages(blank, no_headers, count, 64, None)
-    assert not triton_codecs.encode_derivative(to_device(source), planes, to_device(borders))
+    intervals = ElementCode(Codec.DERIVATIVE, table=to_device(borders))
+    assert not triton_codecs.encode_elements(to_device(source), planes, intervals)
     expected = reference.encode_derivative(source, bits, borders)
     assert gathered(planes)[0].tobytes() == expected.tobytes()
     items = (cases.words(count, 4) % 4).astype(np.int16)
-    assert not triton_codecs.encode_integers(to_device(items), planes, 0)
+    assert not triton_codecs.encode_elements(to_device(items), planes, integers(0))
     assert gathered(planes)[0].tobytes() == reference.encode_integers(items, bits, 0).tobytes()
     found = torch.zeros(count, dtype=torch.int16, device=DEVICE)
-    triton_codecs.decode_integers(planes, 0, found)
+    triton_codecs.decode_elements(planes, found, integers(0))
     assert bytes_of(found) == items.tobytes()
 
 
@@ -484,8 +494,9 @@ def test_calls_outside_the_contract_are_refused() -> None:
         device_cases.decode_minmax(allocate_flat(300, 4, headers=False), source)
     with pytest.raises(KernelError, match="words"):
         flat_planes(torch.zeros((1, 4), dtype=torch.int32), None, 300, 1)
+    intervals = ElementCode(Codec.DERIVATIVE, table=source)
     with pytest.raises(KernelError, match="3 borders"):
-        triton_codecs.encode_derivative(source, allocate_flat(300, 2, headers=False), source)
+        triton_codecs.encode_elements(source, allocate_flat(300, 2, headers=False), intervals)
 
 
 def test_nothing_is_done_for_no_elements() -> None:

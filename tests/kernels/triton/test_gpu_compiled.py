@@ -33,7 +33,7 @@ from daf.kernels.triton.reductions import Runs, SideBySide
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
     **dict.fromkeys(("borders", "scale", "shift", "table", "levels", "factors"), "*fp32"),
-    **dict.fromkeys(("broken", "too_wide", "least", "greatest"), "*i32"),
+    **dict.fromkeys(("worthless", "least", "greatest"), "*i32"),
     **dict.fromkeys(("least_out", "greatest_out"), "*i32"),
     **dict.fromkeys(("sums", "squares"), "*fp64"),
     **dict.fromkeys(("low", "high", "off_value", "on_value", "most"), "fp32"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.core.code_format import ElementType, Predicate
+from daf.core.code_format import ElementType
 from daf.kernels import (
     ChannelAffine,
     ChannelSums,
@@ -27,6 +27,7 @@ from daf.kernels.normalisation import (
     Channels,
     CodedValues,
     Decoding,
+    ElementCode,
     Encoding,
     Geometry,
     KeptValues,
@@ -51,40 +52,15 @@ class CpuBackend(Backend):
         """Decode in one pass over the resident planes."""
         codecs.decode(code.codec, _writing(decoding, code.elements, **_coded(code)))
 
-    def encode_steps(self, source: Tensor, planes: Any, key: int, to_steps: Channels) -> None:
-        job = _reading(Encoding(source, to_steps), pages=planes.fields, key=key)
-        codecs.encode(Codec.STEPS, job)
+    def encode_elements(self, source: Tensor, planes: Any, code: ElementCode) -> bool:
+        job = _of_elements(source, planes.fields, code)
+        job = job._replace(source=source.data_ptr(), affine=_affine(code.channels))
+        return not codecs.encode(code.codec, job)
 
-    def decode_steps(self, planes: Any, out: Tensor, from_steps: Channels) -> None:
-        job = _writing(Decoding(out, from_steps), out.numel(), pages=planes.fields)
-        codecs.decode(Codec.STEPS, job)
-
-    def encode_mask(
-        self, source: Tensor, planes: Any, predicate: Predicate, low: float, high: float
-    ) -> None:
-        job = _reading(Encoding(source), pages=planes.fields)
-        codecs.encode(Codec.MASK, job._replace(predicate=predicate, low=low, high=high))
-
-    def decode_mask(self, planes: Any, off_value: float, on_value: float, out: Tensor) -> None:
-        job = _writing(Decoding(out), out.numel(), pages=planes.fields)
-        codecs.decode(Codec.MASK, job._replace(low=off_value, high=on_value))
-
-    def encode_derivative(self, source: Tensor, planes: Any, borders: Tensor) -> bool:
-        job = _reading(Encoding(source), pages=planes.fields, table=borders.data_ptr())
-        return not codecs.encode(Codec.DERIVATIVE, job)
-
-    def decode_derivative(self, planes: Any, levels: Tensor, out: Tensor) -> None:
-        job = _writing(Decoding(out), out.numel(), pages=planes.fields)
-        codecs.decode(Codec.DERIVATIVE, job._replace(table=levels.data_ptr()))
-
-    def encode_integers(self, source: Tensor, planes: Any, base: int) -> None:
-        """Write ``value - base``; unsigned bytes are read as signed ones, which loses nothing."""
-        job = _integers(source, planes.fields, base)
-        codecs.encode(Codec.INTEGERS, job._replace(source=source.data_ptr()))
-
-    def decode_integers(self, planes: Any, base: int, out: Tensor) -> None:
-        job = _integers(out, planes.fields, base)
-        codecs.decode(Codec.INTEGERS, job._replace(destination=out.data_ptr()))
+    def decode_elements(self, planes: Any, out: Tensor, code: ElementCode) -> None:
+        job = _of_elements(out, planes.fields, code)
+        job = job._replace(destination=out.data_ptr(), after=_affine(code.channels))
+        codecs.decode(code.codec, job)
 
     def measure_ranges(
         self, items: Tensor, strategy: RangeStrategy, channels: int, inner: int
@@ -210,9 +186,21 @@ def _coded(code: CodedValues) -> dict[str, Any]:
     return {"pages": code.planes.fields, "rounds": code.treatment.rounds, "key": code.key}
 
 
-def _integers(items: Tensor, pages: PageFields, base: int) -> Job:
-    job = Job(torch.get_num_threads(), items.numel(), pages=pages)
-    return job._replace(item_bytes=items.element_size(), base=base)
+def _of_elements(items: Tensor, pages: PageFields, code: ElementCode) -> Job:
+    """Return the job without places; unsigned bytes count as signed ones, which loses nothing."""
+    is_float = code.codec is not Codec.INTEGERS
+    kind = element_type(items.dtype) if is_float else ElementType.FLOAT32
+    return Job(
+        *(torch.get_num_threads(), items.numel(), kind),
+        pages=pages,
+        key=code.key,
+        predicate=code.predicate,
+        low=code.low,
+        high=code.high,
+        table=_pointer(code.table),
+        item_bytes=items.element_size(),
+        base=code.base,
+    )
 
 
 def _read_values(values: Values, **gradient: Any) -> None:

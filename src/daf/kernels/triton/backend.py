@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.core.code_format import BLOCK_ELEMENTS, Predicate, block_count
-from daf.kernels import RangeStrategy
+from daf.core.code_format import BLOCK_ELEMENTS, block_count
+from daf.kernels import Codec, RangeStrategy
 from daf.kernels.backend import PART_BYTES, Backend
 from daf.kernels.normalisation import (
     Channels,
     CodedValues,
     Decoding,
+    ElementCode,
     Encoding,
     Geometry,
     KeptValues,
@@ -49,33 +50,13 @@ class TritonBackend(Backend):
     def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
         codecs.decode_values(code, decoding._replace(out=_items(decoding.out)))
 
-    def encode_steps(self, source: Tensor, planes: Any, key: int, to_steps: Channels) -> None:
-        codecs.encode_steps(_items(source), planes, key, to_steps)
+    def encode_elements(self, source: Tensor, planes: Any, code: ElementCode) -> bool | Tensor:
+        here = _there(code, source.device)
+        worthless = codecs.encode_elements(_signed(_items(source)), planes, here)
+        return worthless if code.codec is Codec.DERIVATIVE else False
 
-    def decode_steps(self, planes: Any, out: Tensor, from_steps: Channels) -> None:
-        codecs.decode_steps(planes, _items(out), from_steps)
-
-    def encode_mask(
-        self, source: Tensor, planes: Any, predicate: Predicate, low: float, high: float
-    ) -> None:
-        codecs.encode_mask(_items(source), planes, predicate, low, high)
-
-    def decode_mask(self, planes: Any, off_value: float, on_value: float, out: Tensor) -> None:
-        codecs.decode_mask(planes, off_value, on_value, _items(out))
-
-    def encode_derivative(self, source: Tensor, planes: Any, borders: Tensor) -> Tensor:
-        table = _table_on(borders, source.device)
-        return codecs.encode_derivative(_items(source), planes, table)
-
-    def decode_derivative(self, planes: Any, levels: Tensor, out: Tensor) -> None:
-        codecs.decode_derivative(planes, _table_on(levels, out.device), _items(out))
-
-    def encode_integers(self, source: Tensor, planes: Any, base: int) -> None:
-        """Write ``value - base``; the caller knows that the range holds."""
-        codecs.encode_integers(_signed(_items(source)), planes, base)
-
-    def decode_integers(self, planes: Any, base: int, out: Tensor) -> None:
-        codecs.decode_integers(planes, base, _signed(_items(out)))
+    def decode_elements(self, planes: Any, out: Tensor, code: ElementCode) -> None:
+        codecs.decode_elements(planes, _signed(_items(out)), _there(code, out.device))
 
     def measure_ranges(
         self, items: Tensor, strategy: RangeStrategy, channels: int, inner: int
@@ -182,6 +163,10 @@ class TritonBackend(Backend):
 def _items(tensor: Tensor) -> Tensor:
     """Return (elements,) of a dense tensor in memory order, without its graph."""
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _there(code: ElementCode, device: torch.device) -> ElementCode:
+    return code if code.table is None else code._replace(table=_table_on(code.table, device))
 
 
 @cache

@@ -56,18 +56,18 @@ def encode_derivative(
     source,
     planes,
     borders,
-    broken,
+    worthless,
     count,
     TYPE: tl.constexpr,
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Count the ascending borders below each element; ``broken``: one is not finite."""
+    """Count the ascending borders below each element; ``worthless``: one is not finite."""
     blocks, place, valid, there = tile(count, BLOCKS)
     values = load_elements(source, place, valid, TYPE)
     magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     some_broken = tl.max(tl.max((magnitude >= INFINITE_BITS).to(tl.int32), axis=1), axis=0)
-    tl.atomic_max(broken, 1, mask=some_broken != 0)
+    tl.atomic_max(worthless, 1, mask=some_broken != 0)
     codes = tl.zeros((BLOCKS, 256), tl.int32)
     for plane in tl.static_range(BITS):
         border = tl.load(borders + codes + ((1 << (BITS - 1 - plane)) - 1))
@@ -88,16 +88,16 @@ def decode_derivative(
 
 @triton.jit(do_not_specialize=["base_low", "base_high"])
 def encode_integers(
-    source, planes, too_wide, base_low, base_high, count, BITS: tl.constexpr, BLOCKS: tl.constexpr
+    source, planes, worthless, base_low, base_high, count, BITS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Write planes of ``value - base`` modulo 2**64; sets ``too_wide`` if one needs more bits."""
+    """Write planes of ``value - base`` modulo 2**64; ``worthless``: one needs more bits."""
     blocks, place, valid, there = tile(count, BLOCKS)
     base = (base_high.to(tl.int64) << 32) | (base_low.to(tl.int64) & 0xFFFFFFFF)
     values = tl.load(source + place, mask=valid, other=0).to(tl.int64) - base
     codes = tl.where(valid, values, 0).to(tl.uint64, bitcast=True)
     if BITS < 64:
         beyond = ((codes >> BITS) != 0).to(tl.int32)
-        tl.atomic_max(too_wide, 1, mask=tl.max(tl.max(beyond, axis=1), axis=0) != 0)
+        tl.atomic_max(worthless, 1, mask=tl.max(tl.max(beyond, axis=1), axis=0) != 0)
     store_codes(planes, codes, blocks, there, BITS, BLOCKS)
 
 

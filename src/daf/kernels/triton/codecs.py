@@ -19,7 +19,7 @@ from daf.core.code_format import Predicate
 from daf.core.errors import KernelError
 from daf.kernels import CODEC_BITS, Codec
 from daf.kernels.cpu.checks import check_key, check_member, check_resident
-from daf.kernels.normalisation import Channels, CodedValues, Decoding
+from daf.kernels.normalisation import Channels, CodedValues, Decoding, ElementCode
 from daf.kernels.triton import bit_codecs, minmax, rotated
 from daf.kernels.triton.launch import (
     Tile,
@@ -37,7 +37,15 @@ from daf.kernels.triton.launch import (
 from daf.kernels.triton.planes import DevicePlanes
 
 _ELEMENTS_FOR_TURNS = 2**22  # a thousand programs
-_DECODERS = {Codec.ROTATED: rotated.decode_rotated, Codec.MINMAX: minmax.decode_minmax}
+_DECODERS = {
+    Codec.ROTATED: rotated.decode_rotated,
+    Codec.MINMAX: minmax.decode_minmax,
+    Codec.STEPS: minmax.decode_steps,
+    Codec.MASK: bit_codecs.decode_mask,
+    Codec.DERIVATIVE: bit_codecs.decode_derivative,
+    Codec.INTEGERS: bit_codecs.decode_integers,
+}
+_WITH_HEADERS = (Codec.ROTATED, Codec.MINMAX)
 
 
 def encode_values(code: CodedValues, source: Tensor, affine: Channels | None) -> None:
@@ -80,39 +88,46 @@ def _runs(code: CodedValues) -> dict[str, Any]:
     return {"full_runs": planes.full_runs, "KEPT": planes.kept, "ROUNDS": code.treatment.rounds}
 
 
-def encode_steps(
-    source: Tensor, planes: DevicePlanes, key: int, affine: Channels | None = None
-) -> None:
-    """Write every plane of the numbers of steps that ``affine`` gives, rounding stochastically."""
-    _checked(Codec.STEPS, planes)
-    _encode(minmax.encode_steps, source, planes, key, affine)
+def encode_elements(source: Tensor, planes: DevicePlanes, code: ElementCode) -> bool | Tensor:
+    """Write every plane of each element's code; bounds of masks are rounded to float32.
+
+    Returns () int32 on the device, nonzero if the planes are worthless: an element is not finite
+    (derivative codes), or an integer (signed, or a boolean) is too far from the base. Else False.
+    """
+    _checked(code.codec, planes)
+    if code.codec is Codec.STEPS:
+        _encode(minmax.encode_steps, source, planes, code.key, code.channels)
+        return False
+    if code.codec is Codec.MASK:
+        check_member("predicate", code.predicate, tuple(Predicate))
+        above = code.predicate is Predicate.ABOVE
+        bounds: dict[str, Any] = {"low": float(code.low), "high": float(code.high), "ABOVE": above}
+        _run(bit_codecs.encode_mask, planes, {"source": source}, **bounds)
+        return False
+    worthless = torch.zeros((), dtype=torch.int32, device=source.device)
+    options: dict[str, Any] = {"worthless": worthless, "BITS": planes.bits}
+    if code.codec is Codec.DERIVATIVE:
+        options["borders"] = _checked_table("borders", code.table, 2**planes.bits - 1)
+        _run(bit_codecs.encode_derivative, planes, {"source": source}, **options)
+    else:
+        options |= base_halves(code.base)
+        _run(bit_codecs.encode_integers, planes, {"source": source}, **options)
+    return worthless
 
 
-def decode_steps(planes: DevicePlanes, destination: Tensor, affine: Channels | None = None) -> None:
-    """Write every number of steps, after the affine."""
-    _checked(Codec.STEPS, planes)
-    options: dict[str, Any] = {"affine": affine_of(affine), "BITS": planes.bits}
-    _run(minmax.decode_steps, planes, {"destination": destination}, **options)
-
-
-def encode_mask(
-    source: Tensor, planes: DevicePlanes, predicate: Predicate, low: float, high: float
-) -> None:
-    """Write one plane of ``predicate``; bounds are rounded to float32."""
-    _checked(Codec.MASK, planes)
-    check_member("predicate", predicate, tuple(Predicate))
-    above = predicate is Predicate.ABOVE
-    bounds: dict[str, Any] = {"low": float(low), "high": float(high), "ABOVE": above}
-    _run(bit_codecs.encode_mask, planes, {"source": source}, **bounds)
-
-
-def decode_mask(
-    planes: DevicePlanes, off_value: float, on_value: float, destination: Tensor
-) -> None:
-    """Write ``on_value`` where the bit is set and ``off_value`` elsewhere."""
-    _checked(Codec.MASK, planes)
-    values = {"off_bits": _float32_bits(off_value), "on_bits": _float32_bits(on_value)}
-    _run(bit_codecs.decode_mask, planes, {"destination": destination}, **values)
+def decode_elements(planes: DevicePlanes, destination: Tensor, code: ElementCode) -> None:
+    """Write what each element's code stands for."""
+    _checked(code.codec, planes)
+    options: dict[str, Any] = {"BITS": planes.bits}
+    if code.codec is Codec.STEPS:
+        options["affine"] = affine_of(code.channels)
+    elif code.codec is Codec.MASK:
+        options = {"off_bits": _float32_bits(code.low), "on_bits": _float32_bits(code.high)}
+    elif code.codec is Codec.DERIVATIVE:
+        options["levels"] = _checked_table("levels", code.table, 2**planes.bits)
+    else:
+        options |= base_halves(code.base)
+    _run(_DECODERS[code.codec], planes, {"destination": destination}, **options)
 
 
 def _float32_bits(value: float) -> int:
@@ -126,50 +141,6 @@ def apply_mask(planes: DevicePlanes, gradient: Tensor, destination: Tensor) -> N
         raise KernelError(f"asked for {destination.dtype} of {gradient.dtype}; give one type")
     places: dict[str, Any] = {"gradient": gradient, "destination": destination}
     _run(bit_codecs.apply_mask, planes, places)
-
-
-def encode_derivative(source: Tensor, planes: DevicePlanes, borders: Tensor) -> Tensor:
-    """Write how many of the ``2**bits - 1`` ascending borders lie below each element.
-
-    Returns () int32 on the device, nonzero if an element is not finite: the planes are worthless.
-    """
-    _checked(Codec.DERIVATIVE, planes)
-    _check_table("borders", borders, 2**planes.bits - 1)
-    broken = torch.zeros((), dtype=torch.int32, device=source.device)
-    options: dict[str, Any] = {"borders": borders, "broken": broken, "BITS": planes.bits}
-    _run(bit_codecs.encode_derivative, planes, {"source": source}, **options)
-    return broken
-
-
-def decode_derivative(planes: DevicePlanes, levels: Tensor, destination: Tensor) -> None:
-    """Write the level of every code; ``levels`` holds ``2**bits`` float32 numbers."""
-    _checked(Codec.DERIVATIVE, planes)
-    _check_table("levels", levels, 2**planes.bits)
-    options: dict[str, Any] = {"levels": levels, "BITS": planes.bits}
-    _run(bit_codecs.decode_derivative, planes, {"destination": destination}, **options)
-
-
-def encode_integers(source: Tensor, planes: DevicePlanes, base: int) -> Tensor:
-    """Write ``value - base`` losslessly; items are signed integers or booleans.
-
-    Returns () int32 on the device, nonzero if a difference is too wide: the planes are worthless.
-    """
-    _checked(Codec.INTEGERS, planes)
-    too_wide = torch.zeros((), dtype=torch.int32, device=source.device)
-    options: dict[str, Any] = {"too_wide": too_wide, "BITS": planes.bits, **base_halves(base)}
-    items = integer_items(source, planes.elements)
-    where = (planes.elements, source.device)
-    launch(bit_codecs.encode_integers, *where, source=items, planes=planes.words, **options)
-    return too_wide
-
-
-def decode_integers(planes: DevicePlanes, base: int, destination: Tensor) -> None:
-    """Write ``code + base`` into signed items or booleans."""
-    _checked(Codec.INTEGERS, planes)
-    options: dict[str, Any] = {"planes": planes.words, "BITS": planes.bits, **base_halves(base)}
-    items = integer_items(destination, planes.elements)
-    where = (planes.elements, destination.device)
-    launch(bit_codecs.decode_integers, *where, destination=items, **options)
 
 
 def _encode(
@@ -194,25 +165,29 @@ def _run(
 ) -> None:
     """Start a kernel over the elements of some tensors of one type, ``count`` each."""
     count = planes.elements if count is None else count
-    found = {name: patterns(tensor, count) for name, tensor in tensors.items()}
-    elements: dict[str, Any] = {name: items for name, (items, _) in found.items()}
-    (kind,) = {kind for _, kind in found.values()}
+    for name, tensor in tensors.items():
+        if "TYPE" in kernel.arg_names:
+            options[name], options["TYPE"] = patterns(tensor, count)
+        else:
+            options[name] = integer_items(tensor, count)
     device = next(iter(tensors.values())).device
-    launch(kernel, count, device, planes=planes.words, TYPE=kind, **elements, **options)
+    launch(kernel, count, device, planes=planes.words, **options)
 
 
 def _checked(codec: Codec, planes: DevicePlanes) -> DevicePlanes:
     check_member("bits", planes.bits, CODEC_BITS[codec])
     if codec is not Codec.ROTATED:
         check_resident(planes)
-    if codec in _DECODERS and planes.headers is None:
+    if codec in _WITH_HEADERS and planes.headers is None:
         raise KernelError("asked for a value code without headers; allocate them with the planes")
     return planes
 
 
-def _check_table(name: str, table: Tensor, entries: int) -> None:
+def _checked_table(name: str, table: Tensor | None, entries: int) -> Tensor:
+    assert table is not None
     if table.dtype != torch.float32 or table.numel() != entries or not table.is_contiguous():
         raise KernelError(
             f"asked for {entries} {name}, found {tuple(table.shape)} of {table.dtype}; "
             "give a contiguous float32 tensor"
         )
+    return table

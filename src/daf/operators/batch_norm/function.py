@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daf.codecs.codes import MaskCode
+from daf.codecs.codes import ElementsCode
 from daf.codecs.layout import layout_of
 from daf.codecs.scratch import Scratch
 from daf.kernels.devices import backend_of
@@ -71,7 +71,7 @@ class NormHeld(NormSave):
         self,
         norm: Norm,
         source: Source,
-        mask: Stored[MaskCode] | None,
+        mask: Stored[ElementsCode] | None,
         result: Stored[Channels] | None,
         counted: Holding,
     ) -> None:
@@ -104,7 +104,7 @@ class NormHeld(NormSave):
         """Return gradients that can be differentiated themselves, the addend's too."""
         if self.mask is not None:
             passed = self.layout.empty()
-            self.mask.content.decode(passed, 0.0, 1.0)
+            self.mask.content.decode(passed, low=0.0, high=1.0)
             gradient = torch.where(passed.bool(), gradient, 0)
         addend = gradient if needs[3] else None
         return (*super().differentiable(gradient, inputs, needs[:3]), addend)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from daf.codecs.codes import MaskCode, ValueCode, check_count, opened, pinned
+from daf.codecs.codes import ElementsCode, ValueCode, check_count, opened, pinned
 from daf.core.policy import Method, Treatment
 from daf.kernels import RowMoments
 from daf.kernels.devices import backend_of
@@ -51,7 +51,7 @@ class ComputedValues:
         self,
         out: Tensor,
         channels: Channels | None = None,
-        mask: MaskCode | None = None,
+        mask: ElementsCode | None = None,
         accumulate: bool = False,
         blocks: tuple[int, int] | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ def emit(x: Tensor, forward: Channels, output: NormOutput, rows: RowMoments | No
 def sum_gradient(
     values: NormValues,
     gradient: Tensor,
-    mask: MaskCode | None,
+    mask: ElementsCode | None,
     written: Tensor | None,
     geometry: Geometry,
 ) -> Sums:
@@ -105,7 +105,7 @@ def sum_gradient(
 def write_input_gradient(
     values: NormValues,
     gradient: Tensor,
-    mask: MaskCode | None,
+    mask: ElementsCode | None,
     written: Tensor,
     factors: tuple[Channels, Channels],
 ) -> None:
