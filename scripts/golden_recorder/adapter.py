@@ -163,7 +163,12 @@ def norms() -> SimpleNamespace:
     def gradient_factors(sums: Any, geometry: Any, deviation: Any, *others: Any) -> Any:
         return backend_of(deviation).gradient_factors(sums, geometry, deviation, *others)
 
+    def take_statistics(x: Any, *others: Any) -> Any:
+        return backend_of(x).channel_statistics(x, *others)
+
     own = {"coded": coded, "gradient_factors": gradient_factors, "KeptRows": words.KeptValues}
+    if not hasattr(passes, "take_statistics"):
+        own["take_statistics"] = take_statistics
     return SimpleNamespace(**(vars(words) | vars(passes) | own))
 
 

@@ -21,7 +21,6 @@ from daf.kernels.cpu import codecs
 from daf.kernels.cpu.backend import CpuBackend
 from daf.kernels.normalisation import Geometry, RunningStatistics, Sums
 from daf.operators.chunked import weight_gradient
-from daf.operators.norms.passes import take_statistics
 
 TINY = speed.SpeedJob((*image_cases(8, 16, 16), *text_cases(256, 64, 100)), rounds=2)
 NAMES = {
@@ -125,7 +124,7 @@ def test_bytes_of_channels_are_counted(is_following: bool) -> None:
     """Statistics of sums forward, factors of sums backward."""
     norm, y = nn.BatchNorm2d(64), torch.randn(8, 64, 8, 8)
     with counting() as traffic:
-        statistics = take_statistics(
+        statistics = CpuBackend().channel_statistics(
             y,
             Geometry(64, 64, y.numel()),
             1e-5,

@@ -7,9 +7,10 @@ kernels do the work; ``docs/format.md`` describes the formats.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -31,24 +32,18 @@ from daf.kernels.normalisation import (
 from daf.pool.paged_pool import plane_importance
 
 
-class Values(Protocol):
+class Values(ABC):
     """Floats in a few bits each, or recomputed when read; other tensors are derived from them."""
 
-    @property
-    def count(self) -> int:
-        """Number of elements."""
+    __slots__ = ()
+    count: int  # of elements
+    in_store: bool  # whether a store counts the bytes
+    treatment: Treatment  # that they are coded by
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Bytes held now."""
-
-    @property
-    def in_store(self) -> bool:
-        """True if a store counts these bytes."""
-
-    @property
-    def treatment(self) -> Treatment:
-        """The treatment that they are coded by."""
 
     def decode(
         self,
@@ -58,7 +53,18 @@ class Values(Protocol):
         accumulate: bool = False,
         blocks: tuple[int, int] | None = None,
     ) -> None:
-        """Write the values; see :meth:`ValueCode.decode`."""
+        """Write the values into a dense tensor of the encoded element count.
+
+        ``channels`` applies first; ``accumulate`` then adds what ``out`` holds; then ``mask``
+        zeroes where its bit is clear. With ``blocks``, ``out`` holds blocks [first, last) of 256.
+        """
+        count = self.count if blocks is None else elements_in(blocks, self.count)
+        _check_count(count, out)
+        with pinned(mask) as chosen:
+            self._write(Decoding(out, channels, chosen, accumulate, blocks))
+
+    @abstractmethod
+    def _write(self, decoding: Decoding) -> None: ...
 
 
 class _Code:
@@ -74,12 +80,6 @@ class _Code:
     @property
     def nbytes(self) -> int:
         return int(self.planes.nbytes)
-
-    def _reading(
-        self, out: Tensor, blocks: tuple[int, int] | None = None
-    ) -> AbstractContextManager[Any]:
-        check_count(self.count, out, blocks)
-        return self.planes.pinned()  # type: ignore[no-any-return]
 
 
 class ElementsCode(_Code):
@@ -123,13 +123,14 @@ class ElementsCode(_Code):
 
     def decode(self, out: Tensor, **read: Any) -> None:
         """Write a dense tensor of the encoded element count; ``read``: fields of ElementCode."""
-        with self._reading(out) as planes:
+        _check_count(self.count, out)
+        with self.planes.pinned() as planes:
             backend_of(out).decode_elements(planes, out, self.code._replace(**read))
         if self._broken is not None:
             in_memory_order(out).masked_fill_(self._broken != 0, math.nan)
 
 
-class ValueCode(_Code):
+class ValueCode(_Code, Values):
     """``rotated`` or ``minmax`` planes with block headers; ``rotated`` keeps at least its first."""
 
     __slots__ = ("key", "treatment")
@@ -187,22 +188,9 @@ class ValueCode(_Code):
         """Return the code as kernels take it, whose ``planes`` are open or pinned."""
         return CodedValues(planes, self.treatment, self.key, self.count)
 
-    def decode(
-        self,
-        out: Tensor,
-        channels: Channels | None = None,
-        mask: ElementsCode | None = None,
-        accumulate: bool = False,
-        blocks: tuple[int, int] | None = None,
-    ) -> None:
-        """Write the values into a dense tensor of the encoded element count.
-
-        ``channels`` applies first; ``accumulate`` then adds what ``out`` holds; then ``mask``
-        zeroes where its bit is clear. With ``blocks``, ``out`` holds blocks [first, last) of 256.
-        """
-        with self._reading(out, blocks) as planes, pinned(mask) as chosen:
-            decoding = Decoding(out, channels, chosen, accumulate, blocks)
-            backend_of(out).decode_values(self.at(planes), decoding)
+    def _write(self, decoding: Decoding) -> None:
+        with self.planes.pinned() as planes:
+            backend_of(decoding.out).decode_values(self.at(planes), decoding)
 
 
 def pinned(mask: ElementsCode | None) -> AbstractContextManager[Any]:
@@ -220,10 +208,7 @@ def opened(output: NormOutput | None) -> Iterator[NormOutput | None]:
         yield output._replace(mask=planes)
 
 
-def check_count(count: int, out: Tensor, blocks: tuple[int, int] | None) -> None:
-    """Raise CodecError unless ``out`` has the encoded element count, or that of ``blocks``."""
-    if blocks is not None:
-        count = elements_in(blocks, count)
+def _check_count(count: int, out: Tensor) -> None:
     if out.numel() != count:
         raise CodecError(
             f"asked to decode {count} elements into a tensor of {out.numel()}; "

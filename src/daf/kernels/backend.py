@@ -67,7 +67,10 @@ class Backend(Protocol):
     def channel_statistics(
         self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
     ) -> Statistics:
-        """Measure every channel's statistics; running ones follow in place."""
+        """Measure every channel's statistics; running ones follow in place.
+
+        Their versions stay as they are, as after PyTorch's own, which saves them for backward.
+        """
 
     def emit(self, encoding: Encoding) -> None:
         """Write an encoding's output without a code."""

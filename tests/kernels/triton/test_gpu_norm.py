@@ -54,7 +54,6 @@ from daf.kernels.triton import channel_norm as triton_norm
 from daf.kernels.triton import row_norm as triton_rows
 from daf.kernels.triton.backend import TritonBackend
 from daf.kernels.triton.planes import DevicePlanes
-from daf.operators.norms.passes import take_statistics
 
 F32 = ElementType.FLOAT32
 # (count, channels, inner): channels-last and contiguous, ragged, spans that channels cross.
@@ -376,7 +375,7 @@ def test_a_normalisation_runs_its_own_kernels_and_no_operators_beside(
     if INTERPRETED:
         coding_by_triton(monkeypatch)
     with Operators() as seen:
-        statistics = take_statistics(x, geometry, 1e-5, running)
+        statistics = backend.channel_statistics(x, geometry, 1e-5, running)
         values = KeptValues(x, statistics.forward(1))
         sums = backend.sum_gradient(values, MaskedGradient(x, None, None), geometry)
         backend.gradient_factors(

@@ -35,7 +35,7 @@ from daf.operators.eligibility import (
     is_vector,
 )
 from daf.operators.fused_function import FusedFunction
-from daf.operators.norms.passes import sum_gradient, take_statistics, write_input_gradient
+from daf.operators.norms.passes import sum_gradient, write_input_gradient
 from daf.operators.norms.save import NormSave, Source
 from daf.operators.operator_context import InputHolder
 from daf.saved_tensors.ledger import Holding
@@ -188,7 +188,8 @@ class NormArguments(NamedTuple):
             running = RunningStatistics(self.running_mean, self.running_var, self.momentum)
         geometry = Geometry(x.shape[1], channel_stride(x) or 1, x.numel())
         with torch.no_grad():
-            statistics = take_statistics(x.detach(), geometry, self.eps, running)
+            measure = backend_of(x).channel_statistics
+            statistics = measure(x.detach(), geometry, self.eps, running)
         return Norm(x, self.weight, self.bias, statistics, geometry, self.eps)
 
 

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from daf.codecs.codes import ElementsCode, ValueCode, check_count, opened, pinned
+from daf.codecs.codes import ElementsCode, ValueCode, Values, opened, pinned
 from daf.core.policy import Method, Treatment
 from daf.kernels import RowMoments
 from daf.kernels.devices import backend_of
 from daf.kernels.normalisation import (
     Channels,
+    CodedValues,
     Decoding,
     Encoding,
     Geometry,
@@ -25,16 +26,13 @@ from daf.kernels.normalisation import (
     MaskedGradient,
     NormOutput,
     RowBackward,
-    RunningStatistics,
-    Statistics,
     Sums,
-    Values,
 )
 
 NormValues = ValueCode | KeptValues
 
 
-class ComputedValues:
+class ComputedValues(Values):
     """The values of a resident input, recomputed when read: a whole code of no bytes."""
 
     __slots__ = ("_forward", "_read", "count")
@@ -47,30 +45,9 @@ class ComputedValues:
         self._forward = forward
         self.count = count
 
-    def decode(
-        self,
-        out: Tensor,
-        channels: Channels | None = None,
-        mask: ElementsCode | None = None,
-        accumulate: bool = False,
-        blocks: tuple[int, int] | None = None,
-    ) -> None:
-        """Write the values bit for bit as ``emit`` did; options as in ``ValueCode.decode``."""
-        check_count(self.count, out, blocks)
-        with pinned(mask) as chosen:
-            kept = KeptValues(self._read(), self._forward)
-            decoding = Decoding(out, channels, chosen, accumulate, blocks)
-            backend_of(out).derive(kept, decoding)
-
-
-def take_statistics(
-    x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
-) -> Statistics:
-    """Measure mean and inverse deviation of every channel; update running statistics in place.
-
-    Their versions stay as they are, as after PyTorch's own, which saves them for backward.
-    """
-    return backend_of(x).channel_statistics(x, geometry, epsilon, running)
+    def _write(self, decoding: Decoding) -> None:
+        """Write the values bit for bit as ``emit`` did."""
+        backend_of(decoding.out).derive(KeptValues(self._read(), self._forward), decoding)
 
 
 def unmeasured(x: Tensor, length: int) -> Channels:
@@ -125,7 +102,7 @@ def backward_rows(values: NormValues, job: RowBackward) -> Sums | None:
 
 
 @contextmanager
-def _read(values: NormValues) -> Iterator[Values]:
+def _read(values: NormValues) -> Iterator[CodedValues | KeptValues]:
     if isinstance(values, KeptValues):
         yield values
         return
