@@ -320,11 +320,8 @@ class Capture:
         if compiled.is_traced(self.model):
             yield
             return
-        handle = self.model.register_forward_pre_hook(note, with_kwargs=True)
-        try:
+        with self.model.register_forward_pre_hook(note, with_kwargs=True):
             yield
-        finally:
-            handle.remove()
 
 
 def _without_graph(batch: Any) -> Iterator[Tensor]:

@@ -76,15 +76,20 @@ class RandomState:
         kept = [each for each in self._states if not each[0].is_same(each[1], each[0].now())]
         return RandomState(kept) if kept else None
 
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        for source, state in self._states:
+            source.restore(state)
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Draw inside from these states; leave the generators as they were found."""
-        found = [(source, source.now()) for source, _ in self._states]
-        _restore(self._states)
+        found = RandomState((source, source.now()) for source, _ in self._states)
+        self.restore()
         try:
             yield
         finally:
-            _restore(found)
+            found.restore()
 
 
 class Generators:
@@ -133,11 +138,6 @@ def _is_same_python(one: Any, other: Any) -> bool:
 def _on_device(device: torch.device) -> _Source:
     now = partial(torch.cuda.get_rng_state, device)
     return _Source(now, partial(torch.cuda.set_rng_state, device=device), torch.equal)
-
-
-def _restore(states: Iterable[tuple[_Source, Any]]) -> None:
-    for source, state in states:
-        source.restore(state)
 
 
 def _nbytes(state: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import get_ident
@@ -115,13 +115,10 @@ class SiteTracker:
     @contextmanager
     def following(self, compiled: CompiledModules) -> Iterator[None]:
         """Follow this thread's module calls inside."""
-        with self._at_the_top(get_ident()):
-            handles = list(self._hook(compiled))
-            try:
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
+        with self._at_the_top(get_ident()), ExitStack() as hooks:
+            for handle in self._hook(compiled):
+                hooks.enter_context(handle)
+            yield
 
     def _hook(self, compiled: CompiledModules) -> Iterator[RemovableHandle]:
         """Hook all modules at once; one by one where some are compiled, which get none inside."""

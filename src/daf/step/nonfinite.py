@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -41,11 +42,8 @@ def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str
 
         return hook
 
-    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
-    try:
-        with torch.no_grad(), eagerly():  # so that compiled modules have hooks too
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), eagerly(), ExitStack() as hooks:  # compiled modules have hooks too
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(watch(name)))
+        run()
     return found[0] if found else "the loss function (every module's output is finite)"

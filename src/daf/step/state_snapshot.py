@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -15,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from daf.core.errors import CommittedStepError
 from daf.memory.domain import device_of
 from daf.recompute.python_state import PythonState, state_elsewhere
+from daf.recompute.random_state import Generators
 from daf.step.parameter_writes import ParameterWrites
 
 
@@ -30,10 +29,8 @@ class StateSnapshot:
         self, model: nn.Module, loss_fn: Any = None, *, holds_tensors: bool = True
     ) -> None:
         self._model = model
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        self._numpy = np.random.get_state()
-        self._python = random.getstate()
+        gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+        self._random = Generators().state(torch.device("cuda", gpu) for gpu in range(gpus))
         self._elsewhere = state_elsewhere(model, loss_fn, holds_tensors=holds_tensors)
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._attributes = PythonState(model, holds_tensors=holds_tensors)
@@ -77,11 +74,7 @@ class StateSnapshot:
 
     def restore_random(self) -> None:
         """Restore the random states."""
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
+        self._random.restore()
         self._elsewhere.restore_generators()
 
 
