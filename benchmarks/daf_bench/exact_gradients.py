@@ -22,7 +22,7 @@ from daf.core.plan import Plan
 from daf.core.policy import Method, Need, Policy, Treatment, plain_policy
 from daf.offload.spill import SpillOptions
 from daf.session.session import Session
-from daf.step.microbatch import batch_size, split_refusal
+from daf.step.microbatch import likely_cut, split_refusal
 from daf_bench.harness.peer_methods import plain_step
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.static_baselines import accumulating_step
@@ -155,7 +155,7 @@ def _ours(work: Trainable, compared: Compared) -> tuple[dict[str, Tensor], dict[
         with Session(work.model, work.optimizer, None, spill=options) as session:
             session.plan = Plan(
                 compared.policy,
-                -(-batch_size(batch) // compared.pieces),
+                -(-likely_cut(batch).size(batch) // compared.pieces),
                 predicted_peak_bytes=0,
                 return_freed_blocks=False,
                 reason="made by hand",

@@ -33,10 +33,11 @@ class Holder:
 @given(size=st.integers(1, 17), micro_batch=st.integers(1, 20))
 def test_micro_batches_cover_the_batch_in_order(size: int, micro_batch: int) -> None:
     batch = {"x": torch.arange(size), "y": [torch.arange(size) * 2, torch.zeros(())]}
-    parts = microbatch.micro_batches(batch, micro_batch)
+    parts = microbatch.likely_cut(batch).parts(batch, micro_batch)
     assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
     assert torch.equal(torch.cat([part["y"][0] for part in parts]), batch["y"][0])
-    assert [microbatch.batch_size(part) for part in parts[:-1]] == [micro_batch] * (len(parts) - 1)
+    sizes = [microbatch.likely_cut(part).size(part) for part in parts[:-1]]
+    assert sizes == [micro_batch] * (len(parts) - 1)
     assert all(part["y"][1] is batch["y"][1] for part in parts)
 
 
@@ -68,8 +69,9 @@ def test_what_does_not_share_the_dimension_of_most_is_not_cut() -> None:
 
 @pytest.mark.parametrize("batch", [{"a": 1}, ["words"], object(), torch.zeros(())])
 def test_a_batch_without_a_tensor_to_cut_counts_as_one_example(batch: Any) -> None:
-    assert microbatch.batch_size(batch) == 1
-    assert microbatch.micro_batches(batch, 1) == [batch]
+    cut = microbatch.likely_cut(batch)
+    assert cut.size(batch) == 1
+    assert cut.parts(batch, 1) == [batch]
 
 
 @pytest.mark.parametrize("result", [torch.zeros(3), 0.5, (1.0, 2.0, 3.0), None])

@@ -44,7 +44,7 @@ from daf.core.reports import SiteReport
 from daf.operators.chunked.weight_gradient import CHUNK_BYTES
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.result import Sensitivity
-from daf.step.microbatch import LossFunction, batch_size, read_loss
+from daf.step.microbatch import LossFunction, likely_cut, read_loss
 from daf.step.state_snapshot import preserved_state
 from daf_bench.accuracy.averaged_codec import averaged
 from daf_bench.accuracy.bit_allocation import (
@@ -286,7 +286,7 @@ def _coded_elements(
     with preserved_state(example.model):
         with capture.step(policy, 0, 0, batch=example.batch):
             result = example.loss_fn(example.model, example.batch)
-            read_loss(result, batch_size(example.batch))
+            read_loss(result, likely_cut(example.batch).size(example.batch))
         reports = capture.sites()
     owning = [each for each in reports if each.treatment.method in _OWN_CODES and each.held_bytes]
     return [

@@ -20,7 +20,7 @@ from daf.core.policy import Policy, Site, Treatment, plain_policy, with_chunked_
 from daf.operators.chunked.weight_gradient import CHUNK_BYTES
 from daf.profiling.optimizer_probe import divides_by_gradients
 from daf.sensitivity.estimate import measure_sensitivity
-from daf.step.microbatch import LossFunction, batch_size, batch_slice
+from daf.step.microbatch import LossFunction, batch_slice, likely_cut
 from daf_bench.accuracy.policies import Example, is_refitted, make_policy
 
 PART = 8
@@ -106,7 +106,7 @@ class Follower:
 
 def example_of(model: nn.Module, loss_fn: LossFunction, batch: Any, *, relative: bool) -> Example:
     """A part of a batch, as policies are fitted to."""
-    part = batch_slice(batch, 0, max(1, batch_size(batch) // PART))
+    part = batch_slice(batch, 0, max(1, likely_cut(batch).size(batch) // PART))
     return Example(model, loss_fn, part, parts=PART, relative=relative)
 
 

@@ -24,7 +24,7 @@ from daf.core.policy import Policy, coded_policy, exact_policy, plain_policy, wi
 from daf.core.profile import CallProfile, Profile
 from daf.memory import process_memory
 from daf.session.session import Session
-from daf.step.microbatch import batch_size
+from daf.step.microbatch import likely_cut
 from daf_bench.conformance.case import Work, seed_all
 from daf_bench.conformance.compare import Step, Trace, gradients_of
 
@@ -75,7 +75,7 @@ Force = Callable[[Offers, int], Plan | None]
 def examples_in(batch: Any) -> int:
     """Return the first dimension of the batch's first tensor; 1 where there is none."""
     try:
-        return batch_size(batch)
+        return likely_cut(batch).size(batch)
     except daf.DafError:
         return 1
 

@@ -19,7 +19,7 @@ from daf.core.policy import (
 )
 from daf.step.dry_run import dry_run
 from daf.step.gradient_release import GradientRelease
-from daf.step.microbatch import LossFunction, batch_size, read_loss
+from daf.step.microbatch import LossFunction, likely_cut, read_loss
 from daf.torch_compat import compiler
 
 LEVERS = ("codes", "fused", "chunked", "release")
@@ -66,7 +66,7 @@ class LeveredLoop:
         self._release.begin(micro_batches=1)
         capture = self.capture.step(self._policy, self._seed, self._step_index, batch=batch)
         with capture, self._release.watching():
-            loss = read_loss(loss_fn(self._model, batch), batch_size(batch))
+            loss = read_loss(loss_fn(self._model, batch), likely_cut(batch).size(batch))
         mean = loss.mean.detach()
         with self._release.stepping(loss.mean, on_commit=lambda: None):
             loss.mean.backward()  # type: ignore[no-untyped-call]

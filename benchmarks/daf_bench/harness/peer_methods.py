@@ -18,7 +18,7 @@ from daf.capture.capture import Capture
 from daf.core.errors import PlatformError, UnknownNameError
 from daf.core.policy import Policy
 from daf.pool.default import make_store
-from daf.step.microbatch import LossFunction, batch_size, read_loss
+from daf.step.microbatch import LossFunction, likely_cut, read_loss
 from daf.torch_compat import compiler
 from daf_bench.accuracy.published_allocation import gact_policy, minmax_policy
 from daf_bench.harness.static_baselines import accumulating_step, checkpoint_blocks
@@ -105,7 +105,7 @@ def lean_step(
     """
     optimizer.zero_grad(set_to_none=True)
     with forward or nullcontext():
-        loss = read_loss(loss_fn(model, batch), batch_size(batch)).mean
+        loss = read_loss(loss_fn(model, batch), likely_cut(batch).size(batch)).mean
     loss.backward()  # type: ignore[no-untyped-call]
     compiler.step(optimizer)
     return loss.item()
@@ -139,7 +139,7 @@ def _accumulating(setting: Setting, pieces: int) -> Peer:
     step = accumulating_step(setting.model, setting.optimizer, setting.loss_fn, pieces)
 
     def refusing(batch: Any) -> float:
-        if batch_size(batch) < 2:
+        if likely_cut(batch).size(batch) < 2:
             raise PlatformError("a batch of one example cannot be cut into pieces")
         return step(batch)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from daf.step.microbatch import LossFunction, batch_size, micro_batches, read_loss
+from daf.step.microbatch import LossFunction, likely_cut, read_loss
 
 Step = Callable[[Any], float]
 
@@ -35,9 +35,9 @@ def accumulating_step(
 
     def step(batch: Any) -> float:
         optimizer.zero_grad(set_to_none=True)
-        examples, total = batch_size(batch), 0.0
-        for piece in micro_batches(batch, -(-examples // count)):
-            size = batch_size(piece)
+        examples, total = likely_cut(batch).size(batch), 0.0
+        for piece in likely_cut(batch).parts(batch, -(-examples // count)):
+            size = likely_cut(piece).size(piece)
             loss = read_loss(loss_fn(model, piece), size).mean * (size / examples)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from daf.core.json_dataclasses import to_plain
 from daf.core.policy import KEEP, Need, Site, Treatment
 from daf.core.units import format_bytes
 
@@ -81,12 +82,7 @@ class LeverRefusal:
 
     def as_dict(self) -> dict[str, Any]:
         """Return one row of plain values, for tables and JSON."""
-        return {
-            "lever": self.lever,
-            "modules": list(self.modules),
-            "reason": self.reason,
-            "saved_bytes": self.saved_bytes,
-        }
+        return dict(to_plain(self))
 
     def as_site(self) -> dict[str, Any]:
         """Return the same with the columns of a ``SiteReport``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
@@ -16,7 +16,7 @@ from daf.core.errors import DafError
 from daf.profiling.split_proof import MOST_EXAMPLES, SplitProof
 from daf.profiling.terse_saves import terse_bytes
 from daf.saved_tensors.observation import Observation
-from daf.step.batch_cut import WHOLE, BatchCut, with_least
+from daf.step.batch_cut import WHOLE, BatchCut
 from daf.step.context import StepContext
 from daf.step.loss_weights import Weighing
 from daf.step.microbatch import split_refusal
@@ -90,7 +90,8 @@ class CutChooser:
         modules = self.model.modules()
         has_statistics = any(isinstance(each, AnyBatchNorm) and each.training for each in modules)
         for least in range(LEAST_WITH_STATISTICS if has_statistics else 1, 3):
-            context.choose(SplitChoice(with_least(cut, least), refusal=NOT_PROVEN), is_final=False)
+            proposed = replace(cut, least=least)
+            context.choose(SplitChoice(proposed, refusal=NOT_PROVEN), is_final=False)
             if least > context.info.examples:
                 break
             try:

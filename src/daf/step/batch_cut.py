@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -176,8 +176,3 @@ def _dims_by_field(batch: Any, batch_dim: Any) -> Iterator[int | None]:
         )
     for field in batch if is_mapping else range(len(batch)):
         yield from (batch_dim[field] for _ in tensors_in_batch(batch[field]))
-
-
-def with_least(cut: BatchCut, least: int) -> BatchCut:
-    """Return the cut for parts of at least so many examples."""
-    return replace(cut, least=least)

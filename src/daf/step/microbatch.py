@@ -22,11 +22,6 @@ def likely_cut(batch: Any) -> BatchCut:
     return next(possible_cuts(batch), WHOLE)
 
 
-def batch_size(batch: Any) -> int:
-    """Return the examples in a batch by its likeliest cut; 1 if it cannot be cut."""
-    return likely_cut(batch).size(batch)
-
-
 def batch_bytes(batch: Any) -> int:
     """Return the bytes of all tensors in a batch, those inside its objects too."""
     return sum(each.numel() * each.element_size() for each in tensors_inside(batch))
@@ -35,11 +30,6 @@ def batch_bytes(batch: Any) -> int:
 def batch_slice(batch: Any, start: int, stop: int) -> Any:
     """Return examples ``start`` to ``stop`` by the likeliest cut; tensors are views."""
     return likely_cut(batch).take(batch, start, stop)
-
-
-def micro_batches(batch: Any, micro_batch: int) -> list[Any]:
-    """Return micro-batches of ``micro_batch`` examples by the likeliest cut."""
-    return likely_cut(batch).parts(batch, micro_batch)
 
 
 def split_refusal(model: nn.Module) -> str:
