@@ -84,23 +84,13 @@ def check_row_length(count: int, length: int) -> None:
         )
 
 
-def check_sums(sums: ChannelSums | None) -> None:
-    """Check channels and addresses of sums."""
-    if sums is None:
-        return
-    check_channels(sums.channels, sums.inner)
-    check_pointer("sums", sums.sums_pointer)
-    check_pointer("squares", sums.squares_pointer)
-    check_pointer("workspace", sums.workspace_pointer)
-
-
-def check_affine(affine: ChannelAffine | None) -> None:
-    """Check channels and addresses of an affine."""
-    if affine is None:
-        return
-    check_channels(affine.channels, affine.inner)
-    check_pointer("scale", affine.scale_pointer)
-    check_pointer("shift", affine.shift_pointer)
+def check_vectors(*records: ChannelAffine | ChannelSums | None) -> None:
+    """Check channels and addresses of each record."""
+    for record in records:
+        if record is not None:
+            check_channels(record.channels, record.inner)
+            for name, address in zip(record._fields[2:], record[2:], strict=True):
+                check_pointer(name.removesuffix("_pointer"), address)
 
 
 def check_fields(fields: PageFields, widths: Widths) -> PageFields:

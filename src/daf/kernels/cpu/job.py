@@ -18,7 +18,6 @@ from daf.kernels import (
     RowMoments,
 )
 from daf.kernels.cpu.checks import (
-    check_affine,
     check_call,
     check_element_type,
     check_key,
@@ -26,7 +25,7 @@ from daf.kernels.cpu.checks import (
     check_member,
     check_pointer,
     check_row_length,
-    check_sums,
+    check_vectors,
 )
 from daf.kernels.cpu.instruction_sets import chosen_instruction_set
 
@@ -79,14 +78,12 @@ def run(kernel: Callable[[str, Job], bool], job: Job, *needed: str) -> bool:
         job = job._replace(base=job.base + 2**64)
     check_call(job.elements, job.threads, **{name: getattr(job, name) for name in needed})
     _check_numbers(job)
-    check_affine(job.affine)
-    check_affine(job.after)
+    check_vectors(job.affine, job.after, job.sums)
     check_mask(job.mask, job.elements)
     _check_emission(job.emission)
     _check_rows(job)
     _check_gradient(job)
     _check_row_gradient(job)
-    check_sums(job.sums)
     return kernel(chosen_instruction_set(), job)
 
 
@@ -105,7 +102,7 @@ def _check_emission(emission: Emission | None) -> None:
     if emission is None:
         return
     check_pointer("destination", emission.destination_pointer)
-    check_affine(emission.affine)
+    check_vectors(emission.affine)
     if not emission.most > 0 or (emission.mask is None and emission.most != math.inf):
         raise KernelError(
             f"asked to let pass what is above 0 and below {emission.most}; give a bound above 0, "
@@ -139,8 +136,7 @@ def _check_gradient(job: Job) -> None:
         if gradient.of_value is None or gradient.of_gradient is None:
             raise KernelError("asked for a gradient without its factors; give both, or sums")
         check_pointer("destination", gradient.destination_pointer)
-    check_affine(gradient.of_value)
-    check_affine(gradient.of_gradient)
+    check_vectors(gradient.of_value, gradient.of_gradient)
 
 
 def _check_row_gradient(job: Job) -> None:
