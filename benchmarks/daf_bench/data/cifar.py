@@ -76,6 +76,9 @@ def _from_npz(path: Path) -> tuple[LabelledImages, LabelledImages, tuple[str, ..
     classes = tuple(str(name) for name in names)
     train = _checked(f"{path} x_train", arrays["x_train"], arrays["y_train"], len(classes))
     test = _checked(f"{path} x_test", arrays["x_test"], arrays["y_test"], len(classes))
+    sizes = [part.images.shape[1:] for part in (train, test)]
+    if sizes[0] != sizes[1]:
+        raise DataError(f"{path}: x_train holds images of {sizes[0]}, x_test of {sizes[1]}")
     return train, test, classes
 
 
@@ -97,7 +100,7 @@ def _checked(
             f"{what}: expected {len(images)} whole-number labels, "
             f"found {labels.dtype} {list(labels.shape)}"
         )
-    if not len(labels):
+    if not images.size:
         raise DataError(f"{what}: holds no images; give a file with at least one per class")
     if labels.min() < 0 or labels.max() >= classes:
         raise DataError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +33,7 @@ _BLOCK = 1 << 20
 # What damaged archives and headers make zipfile, zlib and NumPy raise.
 _UNREADABLE = (
     *(OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, SyntaxError),
-    *(ArithmeticError, MemoryError, zipfile.BadZipFile, zlib.error),
+    *(ArithmeticError, MemoryError, zipfile.BadZipFile, zlib.error, tokenize.TokenError),
 )
 
 

@@ -110,16 +110,20 @@ def cut_log(path: Path, nbytes: int) -> None:
 
 def begins_with(path: Path, extent: Extent) -> bool:
     """True if a log still begins with what it held at ``extent``."""
-    nbytes, checksum = extent
+    return extent_of(path, extent[0]) == extent
+
+
+def extent_of(path: Path, most_bytes: int = sys.maxsize) -> Extent:
+    """Return the extent of a log, or of its first ``most_bytes``; (0, 0) if it cannot be read."""
     try:
         with open_regular(path) as file:
-            return _checksum_of(file, nbytes) == (nbytes, checksum)
+            return _checksum_of(file, most_bytes)
     except OSError:
-        return nbytes == 0
+        return 0, 0
 
 
 def _checksum_of(file: io.FileIO, most_bytes: int) -> Extent:
-    """Return the extent of a file, or of its first ``most_bytes``, and leave off behind it."""
+    """Return the extent of an open file, which is read up to there."""
     nbytes = checksum = 0
     while block := file.read(min(_BLOCK, most_bytes - nbytes)):
         nbytes, checksum = nbytes + len(block), zlib.crc32(block, checksum)

@@ -17,7 +17,7 @@ from daf.codecs.ranges import all_finite
 from daf.core.errors import NonFiniteLossError, PlatformError, RunFolderError
 from daf.core.step_report import StepReport
 from daf.core.units import format_bytes
-from daf.files.records import Extent, GrowingFile, read_lines, write_json
+from daf.files.records import Extent, GrowingFile, extent_of, read_lines, write_json
 from daf.memory.allocation_log import recorded
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.training.callbacks import Observer, StepRecord
@@ -116,6 +116,7 @@ class _Run:
             self._step = state["step"]
             self._evaluations = state["evaluations"]
             self._rollbacks = state["rollbacks"]
+            logged = max((line["step"] for line in read_lines(self.folder.metrics)), default=0)
             lost = self.folder.cut_logs(state["logs"])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise RunFolderError(
@@ -125,6 +126,11 @@ class _Run:
             self._warn(f"{trouble}, after step {self._step}")
         for sentence in lost:
             self._warn(sentence)
+        if logged > self._step:
+            self._warn(
+                f"steps {self._step + 1} to {logged} were made after the last whole checkpoint, "
+                "and are made again"
+            )
         if self.job.session.plan is not None:
             self.observer.note(f"plan: {self.job.session.plan.reason}")
 
@@ -340,10 +346,10 @@ class _Run:
         if self._kept != (self._step, len(self._evaluations)):
             self._checkpoint()
         self.folder.write_weights(self.job.model)
-        summary = self._summary(finished=finished)
         if self.job.session.sensitivity is not None:
             write_json(self.folder.sensitivity, self.job.session.sensitivity.as_dict())
         write_plan_records(self.job, self.folder)
+        summary = self._summary(finished=finished)
         write_json(self.folder.summary, summary)
         return summary
 
@@ -355,11 +361,12 @@ class _Run:
                 f"{self.folder.metrics} holds {len(rows)} whole lines of {self._step} steps, or "
                 "not in order; loss and speed are of those"
             )
+        logs = self._sync_logs() | {self.folder.sites.name: extent_of(self.folder.sites)}
         counted = summarize(self.job, self._step, rows, self._evaluations, finished=finished)
         return counted | {
             "rollbacks": self._rollbacks,
             "warnings": self._warnings,
-            "logs": {name: list(extent) for name, extent in self._sync_logs().items()},
+            "logs": {name: list(extent) for name, extent in logs.items()},
         }
 
 

@@ -37,7 +37,7 @@ def run_hostile(count: int, seed: int, notes: list[str] | None = None) -> dict[s
     """
     draw = random.Random(f"hostile {seed}")
     counts: Counter[str] = Counter(dict.fromkeys(("hostile_tried", *_COUNTED), 0))
-    for _ in range(count):
+    for trial in range(count):
         with tempfile.TemporaryDirectory(prefix="daf-faults-") as name:
             lie = draw.choice(LIES)
             data = lie.make(draw, Path(name))
@@ -45,7 +45,7 @@ def run_hostile(count: int, seed: int, notes: list[str] | None = None) -> dict[s
             counts["hostile_tried"] += 1
             counts.update(wrong)
             if wrong and notes is not None:
-                notes.append(f"{lie.make.__name__} as {data}: {', '.join(wrong)}")
+                notes.append(f"trial {trial}, {lie.make.__name__}: {', '.join(wrong)}")
     return dict(counts)
 
 

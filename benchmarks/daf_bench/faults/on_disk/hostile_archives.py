@@ -136,7 +136,9 @@ def _wrong_numbers(draw: random.Random, folder: Path) -> str:
 
 
 def _wrong_shape(draw: random.Random, folder: Path) -> str:
-    shape = draw.choice(((0, 32, 32, 3), (8, 32, 16, 3), (8, 3072), (8,), (), (8, 0, 0, 3)))
+    shape = draw.choice(
+        ((0, 32, 32, 3), (8, 32, 16, 3), (8, 3072), (8,), (), (8, 0, 0, 3), (8, 16, 16, 3))
+    )
     kind = draw.choice((np.uint8, np.float32, np.int64))
     return _saved(draw, folder, **{draw.choice(("x_train", "x_test")): np.zeros(shape, kind)})
 

@@ -33,8 +33,7 @@ from daf_bench.faults.on_disk.tiny_runs import (
 
 _STEPS = 60
 _COUNTED = (
-    *("lost_steps_beyond_checkpoint", "not_bit_equal", "silent", "tracebacks", "hangs"),
-    *("lost", "crashes"),
+    *("lost_steps_beyond_checkpoint", "not_bit_equal", "lost", "tracebacks", "hangs", "crashes"),
 )
 
 
@@ -65,7 +64,7 @@ def _one_run(draw: random.Random, place: Path, count: int, counts: Counter[str])
     found = count_end(counts, in_child(_next_try(settings, folder)))
     if found is None:
         return
-    counts["silent"] += bool(found.refused or found.words)  # nothing was damaged
+    counts["lost"] += bool(found.refused)
     counts["not_bit_equal"] += not found.refused and found.results != expected.results
 
 
