@@ -71,6 +71,16 @@ def test_two_runs_are_told_apart(daf: Daf) -> None:
     assert "b peaked at" in Path("both.html").read_text()
 
 
+def test_the_page_is_not_written_through_a_link(daf: Daf, workplace: Path) -> None:
+    train(daf, "run", "--budget", "none", "--max-steps", "1")
+    (workplace / "victim").write_text("precious")
+    for name in ("report.html", "report.png"):
+        (workplace / "run" / name).symlink_to(workplace / "victim")
+    assert daf("report", "run", "--png", "run/report.png").code == 0
+    assert (workplace / "victim").read_text() == "precious"
+    assert (workplace / "run" / "report.html").read_text().startswith("<!doctype html>")
+
+
 def test_a_folder_without_a_run_is_refused(daf: Daf) -> None:
     ran = daf("report", ".")
     assert ran.code == 2

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from made_up import MB
+from PIL import Image
 from safetensors.torch import load_file
 
-from daf.files.records import read_json
+from daf.files.records import read_json, write_json
 from daf.memory import process_memory
 from daf.memory.recycling_allocator import unsupported_reason
 
@@ -366,6 +367,44 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_two_are_refused(d
     for path in (newest, before):
         path.write_bytes(path.read_bytes()[:-50])
     refused(daf("train", "--resume", "--out", "run"), "state.safetensors", "previous.safetensors")
+
+
+def test_resuming_says_what_code_the_folder_names_and_where_it_is(
+    daf: Daf, workplace: Path
+) -> None:
+    first = daf(*options("tiny_models:classifier", max_steps=1), "--json")
+    assert "importing" not in first.err  # its user has just typed the name
+    resumed = daf("train", "--resume", "--out", "run", "--json")
+    place = workplace / "tiny_models.py"
+    assert f"names the model 'tiny_models:classifier': importing it from {place}" in resumed.err
+    assert "names the data" not in resumed.err  # installed with DAF
+    settings = read_json(Path("run/run.json"))
+    write_json(Path("run/run.json"), settings | {"data": "gone.away:loader"})
+    refused(
+        daf("train", "--resume", "--out", "run"),
+        "names the data 'gone.away:loader': importing it from nowhere",
+        "there is no module",
+    )
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_images_that_cannot_be_read_are_left_out_only_if_asked_and_told(
+    daf: Daf, workplace: Path, left_out: bool
+) -> None:
+    for label in ("a", "b"):
+        (workplace / "images" / label).mkdir(parents=True)
+        for number in range(12):
+            image = Image.new("L", (9, 9), 20 * number)
+            image.save(workplace / "images" / label / f"{number}.png")
+    (workplace / "images" / "a" / "3.png").write_bytes(b"no image")
+    asked = [*options("resnet20", batch_size=4, max_steps=1), "images:images", "--image-size", "8"]
+    ran = daf(*asked, "--json", *(["--leave-out-unreadable"] if left_out else []))
+    if not left_out:
+        refused(ran, "1 of 24 images", "a/3.png", "--leave-out-unreadable")
+        return
+    assert ran.code == 0, ran.err
+    (word,) = ran.json["warnings"]
+    assert word.startswith("left out: images/a/3.png")
 
 
 def test_logs_that_were_cut_or_damaged_never_prevent_resuming_and_are_told(daf: Daf) -> None:

@@ -41,7 +41,7 @@ OBJECTS = st.dictionaries(
 PER_FUNCTION = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@PER_FUNCTION
+@settings(PER_FUNCTION, max_examples=30)
 @given(OBJECTS)
 def test_a_sealed_object_comes_back_as_it_was(tmp_path: Path, value: dict[str, Any]) -> None:
     value.pop("crc32", None)
