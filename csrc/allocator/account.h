@@ -73,6 +73,7 @@ struct Account {
   Gauge small;     // part of held: blocks that glibc serves
   Gauge external;  // part of held: charged by the pool
   std::atomic<uint64_t> limit{no_limit};
+  std::atomic<uint64_t> watermark{0};  // the most in use since it was taken
 
   Counter allocations;  // of 128 KiB and more
   Counter small_allocations;
@@ -84,10 +85,12 @@ struct Account {
   Counter fresh_bytes;     // taken from the system
   Counter returned_bytes;  // given back to the system
   Counter returned_blocks;
-  Counter emptied;     // times the limit evicted recycled blocks
-  Counter reclaims;    // times the pool was asked for bytes
-  Counter refusals;    // allocations that failed at the limit
-  Counter overdrafts;  // allocations served beyond the limit, because failing would be a crash
+  Counter emptied;   // times the limit evicted recycled blocks
+  Counter reclaims;  // times the pool was asked for bytes
+  Counter refusals;  // allocations that failed at the limit
+  // Served beyond the limit, because failing would be a crash, or for a small object.
+  Counter overdrafts;
+  Counter overdraft_bytes;
 
   Phase phases[phase_limit];
   std::atomic<int> phase_count{1};
@@ -105,14 +108,21 @@ struct Account {
   void overdraw(uint64_t bytes) {
     held.add(bytes);
     overdrafts.add();
+    overdraft_bytes.add(bytes);
   }
 
   Phase& current_phase() { return phases[phase.load(std::memory_order_relaxed)]; }
 
   void note_peaks() {
+    raise_to(watermark, in_use());
     Phase& now = current_phase();
     raise_to(now.live_peak, live.current());
     raise_to(now.held_peak, held.current());
+  }
+  // Held and not recycled.
+  uint64_t in_use() const {
+    const uint64_t idle = recycled.current(), all = held.current();
+    return all > idle ? all - idle : 0;
   }
   void reset_peaks() {
     for (Gauge* gauge : {&live, &held, &recycled, &small, &external}) gauge->reset_peak();

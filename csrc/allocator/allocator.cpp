@@ -12,6 +12,7 @@
 #include <cstring>
 #include <unordered_map>
 
+#include "allocator/refusals.h"
 #include "allocator/relocations.h"
 #include "allocator/small.h"
 
@@ -21,8 +22,13 @@ namespace {
 // Addresses are free: reserving many times the memory makes their fragmentation harmless.
 constexpr uint64_t range_per_memory = 16;
 
-bool allocates_tensors(const char* path) {
-  return file_starts_with(path, {"libc10.so", "libtorch_cpu.so", "libdnnl.so", "libarm_compute"});
+// A refused tensor is an exception of PyTorch's. oneDNN, FBGEMM and others (most are linked into
+// libtorch_cpu) write through the null pointer.
+Library library_of(const char* path) {
+  if (file_starts_with(path, {"libc10.so"})) return Library::tensors;
+  if (file_starts_with(path, {"libtorch_cpu.so", "libdnnl.so", "libarm_compute"}))
+    return Library::kernels;
+  return Library::other;
 }
 
 // Below, behind the functions that it names.
@@ -36,9 +42,10 @@ struct State {
   Account account;
   BlockHeap heap{account};
   SmallBlocks small;
+  Refusals refusals{account};
   EventRecorder events;
   std::mutex install_mutex;
-  Relocations relocations{redirections(), allocates_tensors};
+  Relocations relocations{redirections(), library_of};
   int installed = 0;
   std::mutex settings_mutex;
   Settings settings;
@@ -137,21 +144,9 @@ void leave_small(uint64_t bytes) {
   account.held.subtract(small_held_bytes(bytes));
 }
 
-// PyTorch makes a refused allocation an exception; oneDNN and its wrapper write through the null
-// pointer. Theirs are page-aligned or small, which tells them apart unless PyTorch aligns so too.
-bool must_serve(size_t alignment, size_t bytes) {
-  constexpr size_t pytorch_alignment = 64, largest_object_bytes = 16384;
-  static const bool pytorch_aligns_to_pages = std::getenv("THP_MEM_ALLOC_ENABLE") != nullptr;
-  if (bytes <= largest_object_bytes) return true;
-  return alignment > pytorch_alignment && !pytorch_aligns_to_pages;
-}
-
-int allocate_small(void** pointer, size_t alignment, size_t bytes) {
+int allocate_small(void** pointer, size_t alignment, size_t bytes, bool must) {
   if (!charge(small_held_bytes(bytes), true)) {
-    if (!must_serve(alignment, bytes)) {
-      state().account.refusals.add();
-      return ENOMEM;
-    }
+    if (!must && !state().refusals.may_overdraw(bytes)) return state().refusals.refuse();
     state().account.overdraw(small_held_bytes(bytes));
   }
   const int failed = ::posix_memalign(pointer, std::max(alignment, small_alignment), bytes);
@@ -164,19 +159,17 @@ int allocate_small(void** pointer, size_t alignment, size_t bytes) {
   return failed;
 }
 
-int allocate_large(void** pointer, size_t alignment, size_t bytes) {
-  bool must = false;
+int allocate_large(void** pointer, size_t alignment, size_t bytes, bool must) {
+  bool overdraws = false;
   for (;;) {
     uint64_t over_bytes = 0;
-    switch (state().heap.allocate(bytes, current_label, must, pointer, &over_bytes)) {
+    switch (state().heap.allocate(bytes, current_label, overdraws, pointer, &over_bytes)) {
       case Served::yes: state().events.note(*pointer, int64_t(bytes), current_label); return 0;
-      case Served::no_memory: return allocate_small(pointer, alignment, bytes);
+      case Served::no_memory: return allocate_small(pointer, alignment, bytes, must);
       case Served::over_limit:
         if (reclaim(over_bytes) > 0) continue;
-        must = must_serve(alignment, bytes);
-        if (must) continue;
-        state().account.refusals.add();
-        return ENOMEM;
+        if (!must) return state().refusals.refuse();
+        overdraws = true;
     }
   }
 }
@@ -193,9 +186,21 @@ void release_large(void* pointer) {
   errno = saved;
 }
 
+int allocate_tensor(void** pointer, size_t alignment, size_t bytes) {
+  if (state().refusals.is_named()) return state().refusals.refuse();
+  return allocate(pointer, alignment, bytes, false);
+}
+
+int allocate_scratch(void** pointer, size_t alignment, size_t bytes) {
+  return allocate(pointer, alignment, bytes, true);
+}
+
+using Allocate = int (*)(void** pointer, size_t alignment, size_t bytes);
+
+template <Allocate allocate_by>
 void* redirected_aligned_alloc(size_t alignment, size_t bytes) {
   void* pointer = nullptr;
-  const int failed = allocate(&pointer, std::max(alignment, sizeof(void*)), bytes);
+  const int failed = allocate_by(&pointer, std::max(alignment, sizeof(void*)), bytes);
   if (failed) errno = failed;
   return failed ? nullptr : pointer;
 }
@@ -238,26 +243,31 @@ void* address_of(Function function) {
   return reinterpret_cast<void*>(function);
 }
 
-// The tensor libraries may receive our blocks; any library may free them.
-constexpr uint32_t births = 0b000111, deaths = 0b111000;
+// Libraries of tensors and kernels may receive our blocks; any library may free them.
+constexpr uint32_t births = 0b1000111, deaths = 0b0111000, tensors = 0b1;
 
 std::vector<Redirection> redirections() {
-  return {{"posix_memalign", address_of(allocate), nullptr},
-          {"aligned_alloc", address_of(redirected_aligned_alloc), nullptr},
-          {"memalign", address_of(redirected_aligned_alloc), nullptr},
-          {"free", address_of(release), address_of(free_elsewhere)},
-          {"realloc", address_of(redirected_realloc), address_of(redirected_realloc)},
-          {"malloc_usable_size", address_of(redirected_usable_size),
-           address_of(redirected_usable_size)}};
+  void* const tensor = address_of(redirected_aligned_alloc<allocate_tensor>);
+  void* const scratch = address_of(redirected_aligned_alloc<allocate_scratch>);
+  void* const freed = address_of(release);
+  void* const resized = address_of(redirected_realloc);
+  void* const usable = address_of(redirected_usable_size);
+  return {{"posix_memalign", {address_of(allocate_tensor), address_of(allocate_scratch), nullptr}},
+          {"aligned_alloc", {tensor, scratch, nullptr}},
+          {"memalign", {tensor, scratch, nullptr}},
+          {"free", {freed, freed, address_of(free_elsewhere)}},
+          {"realloc", {resized, resized, resized}},
+          {"malloc_usable_size", {usable, usable, usable}},
+          {"strerror_r", {address_of(Refusals::words), nullptr, nullptr}}};
 }
 
 }  // namespace
 
-int allocate(void** pointer, size_t alignment, size_t bytes) {
+int allocate(void** pointer, size_t alignment, size_t bytes, bool must) {
   if (bytes == 0 || !is_alignment(alignment)) return ::posix_memalign(pointer, alignment, bytes);
   const bool large = bytes >= large_from_bytes && alignment <= slot_bytes;
-  return large ? allocate_large(pointer, alignment, bytes)
-               : allocate_small(pointer, alignment, bytes);
+  return large ? allocate_large(pointer, alignment, bytes, must)
+               : allocate_small(pointer, alignment, bytes, must);
 }
 
 void release(void* pointer) {
@@ -275,7 +285,7 @@ std::string install() {
     return "the system grants no 1 GiB of address space (see ulimit -v)";
   // Until `open` below, redirected calls pass through to the C library.
   now.relocations.apply(births | deaths);
-  if (now.relocations.redirected(births) == 0) {
+  if (now.relocations.redirected(tensors) == 0) {
     now.relocations.restore(births | deaths);
     return "no loaded library of PyTorch calls posix_memalign through a relocation slot";
   }
@@ -328,6 +338,7 @@ void set_limit(uint64_t bytes) {
   const std::lock_guard<std::mutex> guard(now.settings_mutex);
   now.settings.limit_bytes = bytes;
   now.account.limit.store(bytes);
+  now.refusals.forget_overdrafts();
   const uint64_t held = now.account.held.current();
   if (held > bytes) now.heap.shed(held - bytes);
 }
@@ -358,6 +369,8 @@ void discharge_external(uint64_t bytes) {
 uint64_t ask_for_room(uint64_t bytes) { return reclaim(bytes); }
 
 void count_refusal() { state().account.refusals.add(); }
+
+int64_t refuse_after(int64_t requests) { return state().refusals.name(requests); }
 
 uint64_t trim(uint64_t bytes) { return state().heap.shed(bytes); }
 

@@ -47,6 +47,9 @@ void discharge_external(uint64_t bytes);
 // Calls the reclaim hook, without locks, for what `charge_external` refused; returns bytes freed.
 uint64_t ask_for_room(uint64_t bytes);
 void count_refusal();
+// For tests: refuses one request, the one that follows `requests` others which could be refused;
+// -1: none. Returns how many were still to come.
+int64_t refuse_after(int64_t requests);
 
 // Returns all recycled bytes, or at least `bytes`, to the system; returns how many.
 uint64_t trim(uint64_t bytes);
@@ -67,8 +70,8 @@ std::vector<Event> recorded_events(uint64_t* dropped);
 // Where all large blocks lie: [first, first + second); zeros before the first installation.
 std::pair<uint64_t, uint64_t> address_range();
 
-// The redirected posix_memalign and free.
-int allocate(void** pointer, size_t alignment, size_t bytes);
+// The redirected posix_memalign and free. `must`: the limit is exceeded rather than refused.
+int allocate(void** pointer, size_t alignment, size_t bytes, bool must);
 void release(void* pointer);
 
 }  // namespace daf::allocator

@@ -140,14 +140,14 @@ int Relocations::visit(dl_phdr_info* info, size_t, void* opaque) {
   if (self.first_) {
     self.first_ = false;
     if (self.unchanged(*info)) {
-      for (const Library& library : self.libraries_) self.update(library);
+      for (const Slots& library : self.libraries_) self.update(library);
       return 1;
     }
     self.libraries_.clear();
     self.loaded_ = info->dlpi_adds;
     self.unloaded_ = info->dlpi_subs;
   }
-  Library library = self.scan(*info);
+  Slots library = self.scan(*info);
   if (library.slots.empty()) return 0;
   self.update(library);
   self.libraries_.push_back(std::move(library));
@@ -158,8 +158,8 @@ bool Relocations::unchanged(const dl_phdr_info& info) const {
   return !libraries_.empty() && info.dlpi_adds == loaded_ && info.dlpi_subs == unloaded_;
 }
 
-Relocations::Library Relocations::scan(const dl_phdr_info& info) const {
-  Library library;
+Relocations::Slots Relocations::scan(const dl_phdr_info& info) const {
+  Slots library;
   const char* path = info.dlpi_name ? info.dlpi_name : "";
   const ElfW(Dyn)* section = dynamic_section(info);
   if (!section || is_left_alone(path) || is_ourselves(info)) return library;
@@ -174,7 +174,7 @@ Relocations::Library Relocations::scan(const dl_phdr_info& info) const {
     }
   }
   if (wanted.empty()) return library;
-  const bool chosen = choice_(path);
+  const Library caller = choice_(path);
   const auto collect = [&](const ElfW(Rela)* entry, uint64_t first, uint64_t count) {
     for (uint64_t index = first; entry && index < count; ++index) {
       const uint32_t type = ELF64_R_TYPE(entry[index].r_info);
@@ -184,7 +184,7 @@ Relocations::Library Relocations::scan(const dl_phdr_info& info) const {
       auto* slot = reinterpret_cast<uintptr_t*>(info.dlpi_addr + entry[index].r_offset);
       const bool is_stub = contains(info, reinterpret_cast<const void*>(*slot));
       const uintptr_t resolved = is_stub ? resolved_[found->second] : 0;
-      library.slots.push_back({slot, found->second, chosen, resolved});
+      library.slots.push_back({slot, found->second, caller, resolved});
     }
   };
   collect(dynamic.calls, 0, dynamic.calls_count);
@@ -200,7 +200,7 @@ Relocations::Library Relocations::scan(const dl_phdr_info& info) const {
   return library;
 }
 
-void Relocations::update(const Library& library) {
+void Relocations::update(const Slots& library) {
   const bool is_protected = library.protected_first < library.protected_last;
   void* first = reinterpret_cast<void*>(library.protected_first);
   const size_t bytes = library.protected_last - library.protected_first;
@@ -224,14 +224,14 @@ void Relocations::update(const Slot& slot) {
 
 uintptr_t Relocations::replacement(const Slot& slot) const {
   const Redirection& redirection = redirections_[slot.redirection];
-  return reinterpret_cast<uintptr_t>(slot.chosen ? redirection.in_chosen : redirection.elsewhere);
+  return reinterpret_cast<uintptr_t>(redirection.instead[uint32_t(slot.caller)]);
 }
 
 size_t Relocations::redirected(uint32_t which) const {
   size_t count = 0;
-  for (const Library& library : libraries_) {
+  for (const Slots& library : libraries_) {
     for (const Slot& slot : library.slots) {
-      if (!slot.chosen || !(which >> slot.redirection & 1)) continue;
+      if (slot.caller == Library::other || !(which >> slot.redirection & 1)) continue;
       count += __atomic_load_n(slot.address, __ATOMIC_ACQUIRE) == replacement(slot);
     }
   }

@@ -14,14 +14,20 @@
 
 namespace daf {
 
-struct Redirection {
-  const char* symbol;
-  void* in_chosen;  // what the chosen libraries call instead; nullptr: no change
-  void* elsewhere;  // what all other libraries call instead; nullptr: no change
+// What a library asks memory for, and what it does when that is refused.
+enum class Library : uint32_t {
+  tensors,  // PyTorch's own allocator: throws
+  kernels,  // oneDNN and the like: write through the null pointer
+  other,    // only frees what the others allocated
 };
 
-// True if the library at this path is one of the chosen.
-using Choice = bool (*)(const char* path);
+struct Redirection {
+  const char* symbol;
+  void* instead[3];  // what each kind of library calls instead; nullptr: no change
+};
+
+// Returns the kind of the library at this path.
+using Choice = Library (*)(const char* path);
 
 // True if the file's name begins with one of these.
 bool file_starts_with(const char* path, std::initializer_list<const char*> prefixes);
@@ -36,18 +42,18 @@ class Relocations {
   void apply(uint32_t which);
   // Undoes the redirections in slots that still hold our address.
   void restore(uint32_t which);
-  // Slots of chosen libraries redirected now, of those in `which`.
+  // Slots of tensors' and kernels' libraries redirected now, of those in `which`.
   size_t redirected(uint32_t which) const;
 
  private:
   struct Slot {
     uintptr_t* address;
     uint32_t redirection;
-    bool chosen;
+    Library caller;
     // The function itself, if the slot held a lazy-binding stub, whose first call overwrites it.
     uintptr_t resolved;
   };
-  struct Library {
+  struct Slots {
     uintptr_t protected_first = 0;  // pages read-only after relocation: [first, last)
     uintptr_t protected_last = 0;
     std::vector<Slot> slots;
@@ -56,16 +62,16 @@ class Relocations {
   static int visit(dl_phdr_info* info, size_t size, void* self);
   void walk(uint32_t apply, uint32_t restore);
   bool unchanged(const dl_phdr_info& info) const;
-  Library scan(const dl_phdr_info& info) const;
+  Slots scan(const dl_phdr_info& info) const;
   void resolve();
-  void update(const Library& library);
+  void update(const Slots& library);
   void update(const Slot& slot);
   uintptr_t replacement(const Slot& slot) const;
 
   std::vector<Redirection> redirections_;
   std::vector<uintptr_t> resolved_;  // the real addresses of the redirected symbols
   Choice choice_;
-  std::vector<Library> libraries_;
+  std::vector<Slots> libraries_;
   std::unordered_map<uintptr_t*, uintptr_t> originals_;
   unsigned long long loaded_ = 0, unloaded_ = 0;  // the linker's counts at the last scan
   // What the current walk does; bits of redirections.

@@ -22,6 +22,7 @@ bool charge_external(uint64_t) { return true; }
 void discharge_external(uint64_t) {}
 uint64_t ask_for_room(uint64_t) { return 0; }
 void count_refusal() {}
+int64_t refuse_after(int64_t) { return -1; }
 uint64_t trim(uint64_t) { return 0; }
 Account& account() {
   static auto* const only = new Account;

@@ -88,6 +88,7 @@ nb::dict statistics() {
   found["reclaims"] = account.reclaims.value();
   found["refusals"] = account.refusals.value();
   found["overdrafts"] = account.overdrafts.value();
+  found["overdraft_bytes"] = account.overdraft_bytes.value();
   found["live_blocks.large"] = allocator::surviving_blocks();
   found["live_blocks.small"] = allocator::small_blocks();
   return found;
@@ -132,7 +133,7 @@ double pair_ns(uint64_t bytes, int repeats) {
   const auto start = std::chrono::steady_clock::now();
   for (int index = 0; index < repeats; ++index) {
     void* pointer = nullptr;
-    if (allocator::allocate(&pointer, 64, bytes) != 0) return -1;
+    if (allocator::allocate(&pointer, 64, bytes, false) != 0) return -1;
     allocator::release(pointer);
   }
   const std::chrono::duration<double, std::nano> spent = std::chrono::steady_clock::now() - start;
@@ -156,6 +157,8 @@ void bind_allocator(nb::module_& parent) {
       nb::arg("bytes").none());
   module.def("settings", &settings);
   module.def("set_reclaim", &set_reclaim, nb::arg("hook").none());
+  module.def("count_refusal", &allocator::count_refusal);
+  module.def("refuse_after", &allocator::refuse_after, nb::arg("requests"));
   module.def("charge_external", &allocator::charge_external);
   module.def("discharge_external", &allocator::discharge_external);
   module.def(
@@ -164,6 +167,12 @@ void bind_allocator(nb::module_& parent) {
   module.def("statistics", &statistics);
   module.def("phases", &phases);
   module.def("set_phase", &allocator::set_phase);
+  // The most bytes in use since the last call, and those in use now.
+  module.def("take_watermark", [] {
+    Account& account = allocator::account();
+    const uint64_t now = account.in_use();
+    return nb::make_tuple(account.watermark.exchange(now), now);
+  });
   module.def("reset_peaks", [] { allocator::account().reset_peaks(); });
   module.def("intern_label", &allocator::intern_label);
   module.def("label_text", &allocator::label_text);

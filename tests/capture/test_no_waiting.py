@@ -17,6 +17,7 @@ from daf.capture.capture import Capture
 from daf.core.errors import NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Policy, plain_policy, policy_for
+from daf.memory.process_limit import MemoryKeeper
 from daf.session.session import Session
 from daf.step import gradient
 from daf.step.context import StepContext
@@ -90,7 +91,7 @@ class Steps:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         capture = Capture(model)
         released = GradientRelease(release, model, self.optimizer, capture.parameter_reads)
-        self.gradient = GradientStep(model, self.optimizer, capture, released, lambda: None)
+        self.gradient = GradientStep(model, self.optimizer, capture, released, MemoryKeeper())
 
     def run(self, batch: Any, loss_fn: Callable[..., Any], micro_batch: int) -> float:
         plan = Plan(self.policy, micro_batch, predicted_peak_bytes=0)

@@ -32,13 +32,17 @@ pytestmark = pytest.mark.skipif(
 def build(folder: Path, options: list[str], command: str = "c++") -> Path:
     compiler = [command, "-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", *options, f"-I{SOURCES}"]
     shared = [*compiler, "-fPIC", "-shared"]
-    # Named as PyTorch's library, so that its slots are the ones that are redirected.
-    library = folder / "libc10.so"
-    subprocess.run([*shared, HERE / "fake_torch.cpp", "-o", library], check=True)
-    other = folder / "libother.so"
-    subprocess.run([*shared, HERE / "other_library.cpp", "-o", other], check=True)
+    # Named as PyTorch's and oneDNN's, so that their slots are the ones that are redirected.
+    names = {
+        "fake_torch": "libc10.so",
+        "fake_kernels": "libdnnl.so",
+        "other_library": "libother.so",
+    }
+    for source, name in names.items():
+        subprocess.run([*shared, HERE / f"{source}.cpp", "-o", folder / name], check=True)
     program = folder / "stress"
-    sources = [HERE / "stress.cpp", *(SOURCES / name for name in CORE), library, other]
+    libraries = [folder / name for name in names.values()]
+    sources = [HERE / "stress.cpp", *(SOURCES / name for name in CORE), *libraries]
     link = [f"-Wl,-rpath,{folder}", "-lpthread", "-ldl"]
     subprocess.run([*compiler, *sources, *link, "-o", program], check=True)
     return program

@@ -119,10 +119,11 @@ def test_after_the_first_update_the_step_is_finished_and_its_overrun_told() -> N
     with session_of(model, "auto") as session:
         session.prepare(batch(), cross_entropy)
         session._plan_controller.selector.first = None
-        model.in_backward[0] = 100 * MIB
+        model.in_backward[:] = [0, 100 * MIB]  # in the rehearsal, and after it
         session.budget_bytes = process_memory.resident_bytes() + 40 * MIB
         report = session.step(batch(), cross_entropy)
         assert report.released_gradients == 4
+        assert report.charged_peak_bytes >= report.budget_bytes + report.overrun_bytes
         assert 40 * MIB < report.overrun_bytes <= 100 * MIB
         for name, value in expected.items():
             assert torch.equal(model.state_dict()[name], value), name
@@ -131,6 +132,42 @@ def test_after_the_first_update_the_step_is_finished_and_its_overrun_told() -> N
         report = session.step(batch(), cross_entropy)
         assert (report.overrun_bytes, report.micro_batch, report.released_gradients) == (0, 16, 0)
         assert "cut into 2 micro-batches" in session.release_refusal
+
+
+@pytest.mark.usefixtures("tighter_is_halved", "plans_release")
+def test_what_a_rehearsal_has_no_room_for_is_never_committed() -> None:
+    model = Model()
+    expected = plain_step(model)
+    with session_of(model, "auto") as session:
+        session.prepare(batch(), cross_entropy)
+        session._plan_controller.selector.first = None
+        model.in_backward[:] = [100 * MIB, 0]
+        session.budget_bytes = process_memory.resident_bytes() + 40 * MIB
+        report = session.step(batch(), cross_entropy)
+        assert (report.micro_batch, report.released_gradients, report.overrun_bytes) == (16, 0, 0)
+        for name, value in expected.items():
+            torch.testing.assert_close(model.state_dict()[name], value)
+
+
+@pytest.mark.usefixtures("plans_release")
+def test_a_budget_that_falls_before_the_first_update_leaves_the_step_uncommitted() -> None:
+    model = Model()
+    with session_of(model) as session:
+        session.prepare(batch(), cross_entropy)
+        session._plan_controller.selector.first = None
+        model.in_backward[0] = 60 * MIB
+        assert session.step(batch(), cross_entropy).released_gradients == 4
+        before = deepcopy(model.state_dict())
+        calls: list[int] = []
+
+        def falling(model: nn.Module, given: Batch) -> Tensor:
+            calls.append(1)
+            session.budget_bytes = process_memory.resident_bytes() + 30 * MIB
+            return cross_entropy(model, given)
+
+        with pytest.raises(BudgetError):
+            session.step(batch(), falling)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 class Early(Model):
@@ -184,7 +221,7 @@ def test_an_error_after_the_first_update_says_that_parameters_are_between_two_st
     model = Model()
     with session_of(model) as session:
         session.prepare(batch(), cross_entropy)
-        model.in_backward[0] = RuntimeError("can't allocate memory")
+        model.in_backward[:] = [0, RuntimeError("can't allocate memory")]
         before = deepcopy(model.state_dict())
         with pytest.raises(CommittedStepError, match="after 2 parameters") as caught:
             session.step(batch(), cross_entropy)

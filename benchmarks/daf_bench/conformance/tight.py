@@ -93,7 +93,7 @@ def _room_bytes(work: Work, rate: float) -> tuple[int, float | None]:
 
 def _trained(recorder: Recorder, rate: float, seed: int, budget_bytes: int) -> tuple[set[str], int]:
     """Train; return which levers acted, and the bytes above the budget."""
-    work, acted = recorder.work, set[str]()
+    work, acted, overrun_bytes = recorder.work, set[str](), 0
     optimizer = work.make_optimizer(rate)
     with daf.Session(work.model, optimizer, budget_bytes, tolerance=0) as session:
         session.prepare(work.batch, work.loss)
@@ -104,4 +104,5 @@ def _trained(recorder: Recorder, rate: float, seed: int, budget_bytes: int) -> t
             report = session.step(batch, work.loss)
             recorder.note(report.loss)
             acted |= acted_in(session, report, batch)
-        return acted, max(0, session.peak_bytes - budget_bytes)
+            overrun_bytes = max(overrun_bytes, report.overrun_bytes)
+        return acted, max(overrun_bytes, session.peak_bytes - budget_bytes)

@@ -250,7 +250,7 @@ def _reported(report: StepReport) -> dict[str, Any]:
     return {
         "loss": report.loss,
         "step_ms": report.step_ms,
-        "peak_bytes": report.peak_bytes,
+        "peak_bytes": report.charged_peak_bytes,
         "saved_bytes": report.saved_bytes,
         "micro_batch": report.micro_batch,
         "evicted_bytes": report.evicted_bytes,

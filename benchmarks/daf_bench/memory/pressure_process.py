@@ -135,7 +135,7 @@ class Work:
         return {
             "loss": report.loss,
             "step_ms": report.step_ms,
-            "peak_bytes": report.peak_bytes,
+            "peak_bytes": report.charged_peak_bytes,
             "budget_bytes": report.budget_bytes,
             "evicted_bytes": report.evicted_bytes,
             "micro_batch": report.micro_batch,

@@ -46,13 +46,12 @@ def _session(work: Built, asked: Attempt, floor: int) -> dict[str, Any]:
             return {"outcome": "refused", "least_bytes": error.least_bytes, "words": str(error)}
         predicted = session.predicted_peak_bytes
         try:
-            for _ in range(asked.steps):
-                session.step(work.batch, work.loss)
+            reports = [session.step(work.batch, work.loss) for _ in range(asked.steps)]
         except BudgetError as error:
             return {"outcome": "raised", "words": str(error)}
         return {
             "outcome": "finished",
-            "peak_bytes": session.peak_bytes,
+            "peak_bytes": max(session.peak_bytes, *(each.charged_peak_bytes for each in reports)),
             "predicted_peak_bytes": predicted,
             "micro_batch": session.plan.micro_batch if session.plan else None,
         }

@@ -70,7 +70,7 @@ class FusionReport:
 class LeverRefusal:
     """A lever left alone: nothing has proven that it changes nothing, or it was forbidden."""
 
-    lever: str  # "splitting", "replay" or "fusion"
+    lever: str  # "splitting", "replay", "fusion" or "release"
     modules: tuple[str, ...]  # their paths; empty for the whole step
     reason: str
     saved_bytes: int | None  # by which the least budget would be lower; None: unknown

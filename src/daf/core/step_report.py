@@ -35,6 +35,13 @@ class StepReport:
     rolled_back_to: int | None = None
 
     @property
+    def charged_peak_bytes(self) -> int:
+        """The peak, or the budget and what was needed over it, where that is more."""
+        if self.budget_bytes is None or not self.overrun_bytes:
+            return self.peak_bytes
+        return max(self.peak_bytes, self.budget_bytes + self.overrun_bytes)
+
+    @property
     def added_noise(self) -> float | None:
         """The codes' variance relative to the batch's own, which ``tolerance`` bounds."""
         if self.added_variance is None or not self.batch_variance:

@@ -76,8 +76,34 @@ class Keeper(ABC):
     def rebound(self, budget_bytes: int | None) -> int:
         """Set another bound, or none, at once; return the bytes evicted for it."""
 
+    @property
+    def can_reserve(self) -> bool:
+        """True if ``need_bytes`` is measured, so that ``commit`` can reserve."""
+        return False
+
+    def begin_need(self) -> None:  # noqa: B027
+        """Measure from now on what is needed beside that in use."""
+
+    def need_bytes(self) -> int:
+        """Return the most that was in use beside it since ``begin_need``."""
+        return 0
+
+    def commit(self, needed_bytes: int) -> None:
+        """Refuse nothing until ``bound``: free all that can be, count the rest as an overrun.
+
+        ``needed_bytes``: of the rest of the step; codes are evicted for them before.
+
+        Raises:
+            RuntimeError: there is no room for them; the bound stays.
+        """
+        self._reserve(needed_bytes)
+        self.must_finish()
+
+    def _reserve(self, needed_bytes: int) -> None:  # noqa: B027
+        """Make room for so much, or raise as a refused allocation does."""
+
     def must_finish(self) -> None:
-        """Refuse nothing until ``bound``: free all that can be, count the rest as an overrun."""
+        """Refuse nothing until ``bound``, with what room there is."""
         self._must_finish = True
 
     @contextmanager

@@ -11,11 +11,12 @@ import os
 import threading
 from contextlib import ExitStack
 
+from daf._native import allocator as native
 from daf.core.units import format_bytes
 from daf.memory import glibc, process_memory
 from daf.memory.keeper import GiveBack, Keeper
 from daf.memory.recycling_allocator import RecyclingAllocator, limit_for_process, unsupported_reason
-from daf.memory.statistics import stats
+from daf.memory.statistics import audit, stats
 
 # What may grow beside the account during one step: Python objects, code that oneDNN generates.
 SPARE_FRACTION = 0.0025
@@ -44,6 +45,7 @@ class MemoryKeeper(Keeper):
         self._hard_limit_bytes = 0
         self._budget_bytes = 0
         self._overrun_bytes = 0
+        self._used_bytes = 0  # when ``begin_need`` was called
 
     @property
     def overrun_bytes(self) -> int:
@@ -56,6 +58,32 @@ class MemoryKeeper(Keeper):
     @property
     def can_refuse(self) -> bool:
         return unsupported_reason() is None
+
+    @property
+    def can_reserve(self) -> bool:
+        return self.recycles
+
+    def begin_need(self) -> None:
+        _, self._used_bytes = native.take_watermark()
+
+    def need_bytes(self) -> int:
+        most_bytes, _ = native.take_watermark()
+        return max(0, int(most_bytes) - self._used_bytes)
+
+    def _reserve(self, needed_bytes: int) -> None:
+        with account_lock:
+            if self._recycling is None or self._limit_bytes is None:
+                return
+            _, used_bytes = native.take_watermark()
+            missing_bytes = int(used_bytes) + needed_bytes - self._hard_limit_bytes
+        if missing_bytes <= 0 or self._give_back(missing_bytes) >= missing_bytes:
+            return
+        self.missing_bytes = missing_bytes
+        native.count_refusal()
+        raise RuntimeError(
+            f"asked for room for the rest of a step, {format_bytes(needed_bytes)}, before its "
+            f"first update; {format_bytes(missing_bytes)} are missing"
+        )
 
     def open(self) -> None:
         if self.settings:
@@ -172,12 +200,27 @@ class MemoryKeeper(Keeper):
                 self._limit_bytes = self._hard_limit_bytes
                 self._apply()
                 return missing_bytes
-        returned = self._give_back(missing_bytes)
+        returned = self._give_back(missing_bytes) or self._regained(missing_bytes)
         if returned == 0 and self._must_finish:
             return self._overrun(missing_bytes)
         if returned == 0:
             self.missing_bytes = missing_bytes
         return returned
+
+    def _regained(self, missing_bytes: int) -> int:
+        """Raise the limit by what the rest of the process gave back since, if that suffices."""
+        with account_lock:
+            if self._recycling is None or self._limit_bytes is None:
+                return 0
+            glibc.return_free_memory()
+            # By pages, as blocks that are not written yet count as the account's.
+            spare_bytes = _spare_bytes(self._budget_bytes) + self.spare_more_bytes
+            hard_limit_bytes = self._budget_bytes - audit().rest_bytes - spare_bytes
+            if hard_limit_bytes - self._hard_limit_bytes < missing_bytes:
+                return 0
+            self._hard_limit_bytes = self._limit_bytes = hard_limit_bytes
+            self._apply()
+            return missing_bytes
 
     def _overrun(self, missing_bytes: int) -> int:
         with account_lock:
@@ -189,5 +232,8 @@ class MemoryKeeper(Keeper):
 
 
 def _account_limit(process_bytes: int, budget_bytes: int) -> int:
-    spare = int(SPARE_FRACTION * budget_bytes) + SPARE_BYTES
-    return limit_for_process(process_bytes, spare)
+    return limit_for_process(process_bytes, _spare_bytes(budget_bytes))
+
+
+def _spare_bytes(budget_bytes: int) -> int:
+    return int(SPARE_FRACTION * budget_bytes) + SPARE_BYTES

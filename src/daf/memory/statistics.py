@@ -34,7 +34,8 @@ def stats() -> dict[str, int]:
     more, ``assembled`` (from pages of recycled blocks) and ``moved_bytes``, ``resized`` (from a
     recycled block of another size), ``small_allocations``, ``fresh_bytes`` (from the system),
     ``returned_bytes`` and ``returned_blocks`` (to the system), ``emptied_for_limit``, ``reclaims``,
-    ``refusals`` (failed allocations), ``overdrafts`` (oneDNN's, beyond the limit: it would crash).
+    ``refusals`` (failed allocations), ``overdrafts`` and ``overdraft_bytes`` (served beyond the
+    limit: kernels' scratch, whose refusal would be a crash, and small objects).
 
     ``live_blocks.large`` and ``.small``; ``cap_bytes`` and ``limit_bytes`` if set; per ``phase``
     ``phase.NAME.live_bytes.peak``, ``.held_bytes.peak``, ``.allocations``, ``.fresh_bytes``,
@@ -112,6 +113,12 @@ class Audit:
     def other_bytes(self) -> int:
         """All that is not in the account: interpreter, libraries, data, glibc's free memory."""
         return self.resident_bytes - self.held_bytes
+
+    @property
+    def rest_bytes(self) -> int:
+        """The same while some blocks are not written yet, and so not resident."""
+        outside_range_bytes = self.held_bytes - self.large_bytes
+        return self.resident_bytes - self.range_resident_bytes - outside_range_bytes
 
 
 def audit() -> Audit:

@@ -49,6 +49,7 @@ class Allowed:
     replay: bool = True
     release_gradients: bool = True
     must_release: bool = False  # a whole batch's gradients are always released
+    release_refusal: str = ""  # why none are, although the user asked for it
     host_bytes: int = 0  # host memory for a device's codes (0: none)
     passing_bytes: int = 0  # device memory of codes and raw data on their way
 

@@ -225,7 +225,7 @@ class Profiler:
             if observed is None:
                 break
             found.append(observed)
-        smaller = max(self._least, LEAST_WITH_STATISTICS, sizes[0] // 2)
+        smaller = max(self._least, sizes[0] // 2)
         if len(found) == 1 and smaller < sizes[0]:
             on_progress(f"bytes at {smaller}")
             found.insert(0, self._observe(context, smaller))
@@ -324,9 +324,11 @@ class Profiler:
         self._note_beside()
         updated = gradient_bytes(self.model)
         touched = 2 * updated + sum(map(state_bytes, self.optimizer.state.values())) + state
+        resident = self._resident_bytes()
         return Profile(
-            floor_bytes=self.baseline_bytes,
-            resident_bytes=self._resident_bytes(),
+            # Less where what an earlier job left was given back since.
+            floor_bytes=min(self.baseline_bytes, max(0, resident - parameter_bytes(self.model))),
+            resident_bytes=resident,
             parameter_bytes=parameter_bytes(self.model),
             gradient_bytes=updated,
             optimizer_bytes=state,

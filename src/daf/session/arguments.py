@@ -17,6 +17,7 @@ from daf.core.policy import (
     with_fused_operators,
     with_host_codes,
 )
+from daf.memory import glibc
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain, ProcessMemory, memory_of
 from daf.planning import planner
@@ -125,8 +126,11 @@ def asked_memory(model: nn.Module, budget: Budget) -> MemoryDomain:
         if budget is not None:
             raise
         return ProcessMemory()
+    # What an earlier job left cached or free is no floor of this one's.
     if budget is not None and isinstance(memory, DeviceMemory):
-        memory.release_cached()  # what an earlier job left cached is no floor of this one's
+        memory.release_cached()
+    elif budget is not None:
+        glibc.return_free_memory()
     return memory
 
 
@@ -157,6 +161,7 @@ def allowed_treatments(
         methods=frozenset(Method) - (frozenset() if can_spill else {Method.SPILL}),
         release_gradients=can_release,
         must_release=can_release and release.mode is True,
+        release_refusal=release.whole_refusal,
         host_bytes=0 if host is None else host.limit_bytes,
         passing_bytes=passing,
     )

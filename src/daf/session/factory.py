@@ -84,7 +84,7 @@ def make_parts(
     capture = Capture(model, store, spill, host)
     keeper = keeper_of(memory, store.give_back, capture.devices.give_back)
     release = GradientRelease(release_gradients, model, optimizer, capture.parameter_reads)
-    gradient = GradientStep(model, optimizer, capture, release, keeper.must_finish)
+    gradient = GradientStep(model, optimizer, capture, release, keeper)
     tolerance = checked_tolerance(tolerance)
     selector = PlanSelector(Constraints(policy_name(bits, policy), tolerance))
     tracker = SensitivityTracker(model, optimizer, keeper, sensitivity)

@@ -320,8 +320,24 @@ class PlanSelector(Resumable):
         """Return what no plan does because nothing has proven it, computed once per profile."""
         if self._left_alone is None or self._left_alone[0] is not self.profiles:
             least = partial(planner.least_feasible_budget, constraints=self.constraints)
-            self._left_alone = self._measured, left_alone(self._planned, least)
+            found = left_alone(self._planned, least) + self._unreleased()
+            self._left_alone = self._measured, found
         return [*self._left_alone[1]]
+
+    def _unreleased(self) -> list[LeverRefusal]:
+        """Return what it costs that gradients are held, where the user asked to release them."""
+        allowed = self.constraints.allowed
+        if not allowed.release_refusal:
+            return []
+        constraints = replace(self.constraints, allowed=replace(allowed, release_gradients=True))
+        saved_bytes = None
+        with suppress(BudgetError):
+            held, released = (
+                planner.least_feasible_budget(self._planned, each)
+                for each in (self.constraints, constraints)
+            )
+            saved_bytes = max(0, held - released)
+        return [LeverRefusal("release", (), allowed.release_refusal, saved_bytes)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs (JSON-able)."""

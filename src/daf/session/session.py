@@ -26,6 +26,7 @@ from daf.session.factory import make_parts
 from daf.session.readings import SessionReadings
 from daf.step.batch_cut import BatchDim
 from daf.step.context import StepContext
+from daf.step.evaluation import Evaluation
 from daf.step.gradient_release import ReleaseMode
 from daf.step.microbatch import LossFunction
 from daf.step.proof_key import proof_key
@@ -153,6 +154,7 @@ class Session(SessionReadings):
             host_bytes=host_bytes,
         )
         super().__init__(parts)
+        self._evaluation = Evaluation(model, self._splitting, parts.keeper)
         memory.reset_peak()
 
     def __enter__(self) -> Session:
@@ -252,6 +254,24 @@ class Session(SessionReadings):
             DivergedError: with ``rollback``, the run diverged again, or codes cannot be wider.
         """
         return self._runner.run(self._context(batch, loss_fn))
+
+    def evaluate(self, batch: Any, fn: LossFunction) -> Any:
+        """Return ``fn(model, batch)`` without gradients, within the budget between steps.
+
+        Where memory is refused, it runs in ever smaller parts, if a few examples have shown that
+        the parts' results join to the whole's (up to rounding). The model's mode stays as it is.
+
+        Args:
+            batch: as ``step`` takes it.
+            fn: ``fn(model, batch)`` returns a scalar mean, ``(sum, weight)``, or a nest of tensors
+                with a row for each example. It may run several times.
+
+        Raises:
+            DataError: the batch has no such dimension as ``batch_dim`` says.
+            BudgetError: the budget does not hold the whole, or the smallest part that is proven.
+            SplitError: the parts' results do not join, as those of a few examples did.
+        """
+        return self._evaluation.run(batch, fn, self.budget_bytes)
 
     def _context(self, batch: Any, loss_fn: LossFunction) -> StepContext:
         if self._proven_for is None or self._is_resumed:

@@ -41,6 +41,19 @@ _Refusal = TypeVar("_Refusal", bound=Exception)
 _BY_DEFERRING = (DoubleBackwardError, NonFiniteLossError)
 
 
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What a step takes after its first update: ``needed_bytes``, in updates too."""
+
+    plan: Plan
+    batch_bytes: int
+    needed_bytes: int
+
+    def covers(self, context: StepContext, plan: Plan) -> bool:
+        """True for a step of this plan and a batch that is no larger."""
+        return context.info.nbytes <= self.batch_bytes and plan == self.plan
+
+
 @dataclass(eq=False)
 class StepRetries:
     """Computes one session's gradients, under tighter plans while memory is refused."""
@@ -51,6 +64,8 @@ class StepRetries:
     keeper: Keeper
     plan_controller: PlanController
     users: UserGradients
+    rehearsal_ms: float = 0.0  # of the last step
+    _rehearsed: Rehearsal | None = None
 
     def run(self, context: StepContext, plan: Plan) -> tuple[float, Plan]:
         """Return the mean loss, and the plan that held; ``plan`` is tried first.
@@ -63,6 +78,7 @@ class StepRetries:
             PoolFullError: the pool's bytes do not hold it.
             RuntimeError: whatever else the step raised.
         """
+        self.rehearsal_ms = 0.0
         with self.users.set_aside() as self.gradient.adds_to_users:
             return self._run(context, plan)
 
@@ -79,6 +95,8 @@ class StepRetries:
             if isinstance(found, float):
                 return found, plan
             self._clear_away(snapshot)
+            if found is None:
+                continue  # it is rehearsed
             snapshot.check_parameters()
             if isinstance(found, OtherPathError):
                 plan = self.plan_controller.prove_again(context, plan, found)
@@ -100,14 +118,24 @@ class StepRetries:
 
     def _attempt(
         self, context: StepContext, plan: Plan, snapshot: StepSnapshot, *, planned: bool
-    ) -> float | PoolFullError | RuntimeError | SplitError | NonFiniteLossError:
+    ) -> float | PoolFullError | RuntimeError | SplitError | NonFiniteLossError | None:
         """Return the loss, or the error that another plan can mend, or operators that learned.
+
+        None: this was a rehearsal of a step that will release gradients.
 
         Any other error is raised.
         """
         refusals = self.keeper.refusals()
         try:
-            return self.gradient.run(context, plan, snapshot, planned=planned)
+            needed_bytes = 0
+            if planned and self._releases(plan):
+                if self._rehearsed is None or not self._rehearsed.covers(context, plan):
+                    self._rehearsed = self._rehearse(context, plan, snapshot)
+                    return None
+                needed_bytes = self._rehearsed.needed_bytes
+            return self.gradient.run(
+                context, plan, snapshot, planned=planned, needed_bytes=needed_bytes
+            )
         except PoolFullError as error:
             return _bare(error)
         except (SplitError, FusionError) as error:
@@ -120,6 +148,20 @@ class StepRetries:
             if not self.keeper.has_refused(error, refusals):
                 raise
             return _bare(error)
+
+    def _releases(self, plan: Plan) -> bool:
+        """True if a step may commit itself within backward, where room can be reserved for it."""
+        releases = plan.release_gradients or self.gradient.release.mode is True
+        return releases and self.keeper.can_reserve
+
+    def _rehearse(self, context: StepContext, plan: Plan, snapshot: StepSnapshot) -> Rehearsal:
+        start_s = time.perf_counter()
+        updates_bytes = self.plan_controller.update_bytes(has_state=True)
+        has_state = bool(self.optimizer.state)
+        state_bytes = self.plan_controller.update_bytes(has_state=has_state) - updates_bytes
+        found = self.gradient.rehearse(context, plan, snapshot, state_bytes)
+        self.rehearsal_ms += 1000 * (time.perf_counter() - start_s)
+        return Rehearsal(plan, context.info.nbytes, found + updates_bytes)
 
     def release_scratch(self) -> None:
         """Free what the capture keeps for reuse between passes."""
@@ -159,7 +201,7 @@ class StepRunner:
         self._update(running)
         if not self.plan_controller.selector.is_settled:
             self.counters.memory.wait()  # plans are compared by whole steps
-        step_ms = 1000 * (time.perf_counter() - start_s)
+        step_ms = 1000 * (time.perf_counter() - start_s) - self.retries.rehearsal_ms
         peak_bytes = self.counters.end_peak()
         self._learn(context, running, step_ms, peak_bytes)
         report = replace(

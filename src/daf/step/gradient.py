@@ -18,6 +18,7 @@ from daf.core.plan import Plan
 from daf.core.policy import Policy
 from daf.kernels.devices import is_processor
 from daf.memory.domain import device_of
+from daf.memory.keeper import Keeper
 from daf.step.context import StepContext
 from daf.step.dry_run import dry_run
 from daf.step.gradient_release import GradientRelease
@@ -78,7 +79,7 @@ class _Losses:
 class GradientStep:
     """Runs forward and backward of whole batches; only released gradients change parameters.
 
-    ``on_commit`` is called just before a step changes its first parameter.
+    ``keeper`` is told just before a step changes its first parameter.
     """
 
     def __init__(
@@ -87,30 +88,40 @@ class GradientStep:
         optimizer: torch.optim.Optimizer,
         capture: Capture,
         release: GradientRelease,
-        on_commit: Callable[[], None],
+        keeper: Keeper,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._capture = capture
         self.release = release
-        self._on_commit = on_commit
+        self._keeper = keeper
+        self._on_commit: Callable[[], None] = lambda: None
         self._knows_fusions = False
         self.is_dry_run = False
         self.adds_to_users = False  # gradients that the user accumulated wait for this step's
 
     def run(
-        self, context: StepContext, plan: Plan, snapshot: StepSnapshot, *, planned: bool
+        self,
+        context: StepContext,
+        plan: Plan,
+        snapshot: StepSnapshot,
+        *,
+        planned: bool,
+        needed_bytes: int = 0,
     ) -> float:
         """Leave the gradient of the mean loss in the parameters; return that loss.
 
         ``snapshot`` is restored if the loss is not finite. ``planned`` is True if the plan decides
-        on gradient release; else it is done wherever allowed.
+        on gradient release; else it is done wherever allowed. ``needed_bytes`` are reserved before
+        the first update.
 
         Raises:
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
             ReleaseRefusedError: gradients must be released, and something needs them later.
             CommittedStepError: backward failed after parameters had been updated.
         """
+        if not self.is_dry_run:
+            self._on_commit = partial(self._keeper.commit, needed_bytes)
         self._optimizer.zero_grad(set_to_none=True)
         parts = context.parts(plan.micro_batch)
         self._dry_run_once(context, plan.policy)
@@ -141,6 +152,25 @@ class GradientStep:
             scale_gradients(list(self._model.parameters()), 1.0 / losses.weight)
         return losses.mean
 
+    def rehearse(
+        self, context: StepContext, plan: Plan, snapshot: StepSnapshot, state_bytes: int
+    ) -> int:
+        """Run a step that updates nothing; return what it takes after its first update (bytes).
+
+        0 if it releases no gradients. ``state_bytes``: of optimizer state to come.
+
+        Raises:
+            Exception: what ``run`` raises.
+        """
+        self.is_dry_run = True
+        self._on_commit = self._keeper.begin_need
+        try:
+            with self.release.rehearsing(state_bytes):
+                self.run(context, plan, snapshot, planned=True)
+                return self._keeper.need_bytes() if self.release.is_active else 0
+        finally:
+            self.is_dry_run = False
+
     def _reads_first(self) -> bool:
         """True if losses are read before backward; on a device, only where backward may update."""
         if is_processor(device_of(self._model)):
@@ -153,7 +183,7 @@ class GradientStep:
         """Find in the first step what may be fused; larger tensors show it in the second."""
         if not policy.fused or self._knows_fusions:
             return
-        self.is_dry_run = True
+        was_dry, self.is_dry_run = self.is_dry_run, True
         try:
             if not self._capture.fusions():
                 cut = context.choice.cut
@@ -161,7 +191,7 @@ class GradientStep:
                 dry_run(self._capture, self._model, policy, batch, loss_fn, cut=cut)
             self._knows_fusions = True
         finally:
-            self.is_dry_run = False
+            self.is_dry_run = was_dry
 
     def _forward(
         self,

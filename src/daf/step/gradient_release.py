@@ -5,7 +5,8 @@ parameter still has a reader stay alive (``parameter_reads``). The result equals
 optimizer.step()`` bit for bit: optimizers of ``torch.optim`` treat each parameter alone, and a
 parameter changes only once nothing reads it any more. ``grad`` is None afterwards.
 
-The first update commits the step: it can no longer be retried.
+The first update commits the step: it can no longer be retried. So a rehearsal, which updates
+nothing, measures before what the rest of a step takes.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ class GradientRelease:
         self._waiting: dict[nn.Parameter, dict[str, Any]] = {}
         self._graph_task: int | None = None
         self._on_commit: Callable[[], None] = lambda: None
+        self._has_begun = False  # this step released one
+        self._state_per_byte: float | None = None  # in a rehearsal
+        self._held_state: list[Tensor] = []
         self.count = ReleaseCount()
         self.refusal = ""
         self.begin(micro_batches=1)
@@ -81,7 +85,12 @@ class GradientRelease:
     @property
     def can_release(self) -> bool:
         """True if release is asked for and allowed for a whole batch now."""
-        return self.mode is not False and not release_refusal(self._model, self._optimizer)
+        return self.mode is not False and not self.whole_refusal
+
+    @property
+    def whole_refusal(self) -> str:
+        """Why gradients of a whole batch are not released although that was asked for; else ""."""
+        return release_refusal(self._model, self._optimizer) if self.mode is not False else ""
 
     def begin(
         self, micro_batches: int, *, held_by_plan: bool = False, adds_to_users: bool = False
@@ -95,6 +104,7 @@ class GradientRelease:
             ReleaseRefusedError: the mode is True, and this step forbids it.
         """
         self.count = ReleaseCount()
+        self._has_begun = False
         self.refusal = ""
         if self.mode is not False:
             self.refusal = release_refusal(self._model, self._optimizer, micro_batches)
@@ -109,6 +119,20 @@ class GradientRelease:
             )
         self.is_active = self.mode is not False and not self.refusal
 
+    @contextmanager
+    def rehearsing(self, state_bytes: int) -> Iterator[None]:
+        """Free gradients inside as they complete, but update nothing.
+
+        ``state_bytes``: of optimizer state to come, held from then on in each parameter's share.
+        """
+        trained = [each for each in self._model.parameters() if each.requires_grad]
+        self._state_per_byte = state_bytes / max(1, sum(each.nbytes for each in trained))
+        try:
+            yield
+        finally:
+            self._state_per_byte = None
+            self._held_state.clear()
+
     def watching(self) -> AbstractContextManager[None]:
         """Watch parameter reads; runs around the forward pass, inside the capture's ``with``."""
         return self._reads.watching() if self.is_active else nullcontext()
@@ -118,7 +142,7 @@ class GradientRelease:
         """Release gradients inside ``loss.backward()``; the others stay in ``grad``.
 
         The caller steps the optimizer afterwards as always: it skips parameters without a gradient.
-        ``on_commit`` is called just before the first parameter changes.
+        ``on_commit`` is called just before the first parameter changes, or would in a rehearsal.
 
         Raises:
             CommittedStepError: backward failed after that.
@@ -168,10 +192,15 @@ class GradientRelease:
             if not self._reads.is_free(parameter):
                 continue
             del self._waiting[parameter]
-            if not self.committed:
+            if not self._has_begun:
                 self._on_commit()
-            self.count.released += 1
-            step_alone(self._optimizer, group, parameter)
+                self._has_begun = True
+            if self._state_per_byte is None:
+                self.count.released += 1
+                step_alone(self._optimizer, group, parameter)
+            else:
+                size = int(self._state_per_byte * parameter.nbytes)
+                self._held_state.append(torch.empty(size, dtype=torch.uint8))
             parameter.grad = None
 
     def _broken_step(self) -> CommittedStepError:

@@ -294,13 +294,15 @@ class _Run:
             for indices in self.job.test_indices(self._evaluation_size()):
                 if self.watch.requested:
                     return None
-                with torch.no_grad():
-                    batch = self.job.test_batch(indices)
-                    added, added_weight = self.job.task.score(self.job.model, batch)
+                examples = torch.from_numpy(indices)
+                added, added_weight = self.job.session.evaluate(examples, self._score)
                 total, weight = total + added, weight + added_weight
         finally:
             self.job.model.train()
         return self.job.task.metric(total / weight)
+
+    def _score(self, model: nn.Module, examples: torch.Tensor) -> tuple[float, float]:
+        return self.job.task.score(model, self.job.test_batch(examples.numpy()))
 
     def _evaluation_size(self) -> int:
         """Return half a micro-batch: without codes, forward holds several whole outputs at once."""

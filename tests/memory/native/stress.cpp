@@ -22,6 +22,7 @@
 #include "allocator/allocator.h"
 
 extern "C" int fake_allocate(void** pointer, size_t alignment, size_t bytes);
+extern "C" int scratch_allocate(void** pointer, size_t alignment, size_t bytes);
 extern "C" void* fake_aligned(size_t alignment, size_t bytes);
 extern "C" void fake_free(void* pointer);
 extern "C" void* fake_realloc(void* pointer, size_t bytes);
@@ -278,25 +279,44 @@ void limit_holds() {
   allocator::set_limit(no_limit);
 }
 
-// Larger than a page's alignment, or small: oneDNN, which a refusal would crash.
+// Kernels' scratch, whose refusal would be a crash, and small objects up to 1 MiB.
 void what_must_be_served_is() {
   allocator::trim(no_limit);
   Account& account = allocator::account();
   allocator::set_limit(account.held.current());
   const uint64_t before = account.held.current(), overdrafts = account.overdrafts.value();
-  void* found[3] = {};
+  void* found[4] = {};
   require(fake_allocate(&found[0], 64, 16384) == 0, "a small object beyond the limit");
-  require(fake_allocate(&found[1], 4096, 3 * mib) == 0, "scratch beyond the limit");
-  require(fake_allocate(&found[2], 128, 100000) == 0, "small scratch beyond the limit");
-  require(account.overdrafts.value() - overdrafts == 3, "overdrafts",
-          account.overdrafts.value() - overdrafts, 3);
+  require(scratch_allocate(&found[1], 4096, 3 * mib) == 0, "scratch beyond the limit");
+  require(scratch_allocate(&found[2], 64, 100000) == 0, "small scratch beyond the limit");
+  require(scratch_allocate(&found[3], 64, 9 * mib) == 0, "scratch aligned as tensors are");
+  require(account.overdrafts.value() - overdrafts == 4, "overdrafts",
+          account.overdrafts.value() - overdrafts, 4);
   void* refused = nullptr;
-  require(fake_allocate(&refused, 64, 16385) == ENOMEM, "a tensor beyond the limit must fail");
+  require(fake_allocate(&refused, 4096, 16385) == ENOMEM, "a tensor beyond the limit must fail");
   require(fake_allocate(&refused, 64, mib) == ENOMEM, "a large one, too");
+  std::vector<void*> small;
+  for (void* each = nullptr; fake_allocate(&each, 64, 16384) == 0;) small.push_back(each);
+  require(small.size() == mib / 16384 - 1, "a bound for small objects", small.size(),
+          mib / 16384 - 1);
+  for (void* each : small) fake_free(each);
   for (void* each : found) fake_free(each);
   require(account.held.current() == before, "nothing freed is kept above the limit",
           account.held.current(), before);
   allocator::set_limit(no_limit);
+}
+
+void a_chosen_request_is_refused() {
+  Account& account = allocator::account();
+  const uint64_t refusals = account.refusals.value();
+  void* found[3] = {};
+  allocator::refuse_after(1);
+  require(scratch_allocate(&found[0], 64, 64) == 0, "scratch does not count");
+  require(fake_allocate(&found[1], 64, 64) == 0, "the first");
+  require(fake_allocate(&found[2], 64, 64) == ENOMEM, "the second");
+  require(fake_allocate(&found[2], 64, 64) == 0, "no other");
+  require(account.refusals.value() - refusals == 1, "refusals", account.refusals.value(), 1);
+  for (void* each : found) fake_free(each);
 }
 
 // What a reused block holds beyond its size makes room before anything is refused.
@@ -423,6 +443,7 @@ int main(int argc, char** argv) {
   check_account();
   limit_holds();
   what_must_be_served_is();
+  a_chosen_request_is_refused();
   live_blocks_are_fitted();
   short_blocks_change_size();
   grow_by_realloc();

@@ -1,0 +1,211 @@
+"""Budgets that fall in mid-step, at random moments, in operator families and in sessions."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import daf
+from daf.core.errors import DafError
+from daf.memory import RecyclingAllocator, stats
+from daf.memory.process_memory import resident_bytes
+from daf_bench.faults.children import Ended, in_child
+from daf_bench.faults.family import Step, digest, seeded
+from daf_bench.faults.refusals import all_families, answered, in_threads, plain_digest
+
+_IN_ONE_CHILD = 25  # falls; the first meets libraries that have made nothing yet
+_SESSION_SHARE = 0.04  # of the falls: a session measures and plans before the first one
+_SESSION_ROOM_BYTES = 256 * 2**20
+
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fallen:
+    """What came of one child's falls."""
+
+    tried: int
+    wrong: int
+
+
+def run_falls(count: int, seed: int, on_progress: Report = lambda *_: None) -> dict[str, int]:
+    """Let a limit fall ``count`` times in mid-step; each step raises or is right, so is the next.
+
+    Args:
+        count: falls, one of 25 of them a budget's in a session, the others of the account's limit
+            during an operator family's step.
+        seed: of weights, data, moments and depths.
+        on_progress: called with what falls next, and how many falls are done of how many.
+
+    Returns:
+        ``falls_tried``, ``crashes`` (ended by a signal), ``hangs`` (over a minute), ``wrong``
+        (other bits than plain's, an error that is no ``DafError`` from a session, or a step after
+        the fall that fails).
+    """
+    torch.set_num_threads(1)  # before anything forks
+    total = dict.fromkeys(("falls_tried", "crashes", "hangs", "wrong"), 0)
+    for place, (name, falls, work) in enumerate(_children(count, seed)):
+        on_progress(name, min(count, place * _IN_ONE_CHILD), count)
+        _count(total, in_child(work), falls)
+    return total
+
+
+def _count(total: dict[str, int], ended: Ended, falls: int) -> None:
+    total["crashes"] += ended.crashed
+    total["hangs"] += ended.hung
+    if isinstance(ended.value, Fallen):
+        total["falls_tried"] += ended.value.tried
+        total["wrong"] += ended.value.wrong
+    else:
+        total["falls_tried"] += falls
+        total["wrong"] += not (ended.crashed or ended.hung)
+
+
+def _children(count: int, seed: int) -> Iterator[tuple[str, int, Callable[[], Fallen]]]:
+    """Yield a name, a number of falls, and what tries them in a child."""
+    draw = random.Random(seed)
+    of_sessions = int(count * _SESSION_SHARE)
+    for falls in _parts(of_sessions):
+        yield "sessions", falls, partial(_session_falls, falls, draw.getrandbits(32))
+    families = list(all_families().values())
+    draw.shuffle(families)
+    digests: dict[tuple[str, int], str] = {}
+    for place, falls in enumerate(_parts(count - of_sessions)):
+        family, threads = families[place % len(families)], draw.choice((1, 2))
+        key = family.name, threads
+        if key not in digests:
+            plainly = partial(in_threads, threads, partial(plain_digest, family, seed))
+            digests[key] = answered(in_child(plainly), family)
+        make = partial(seeded, seed, family)
+        work = partial(_falls, make, falls, digests[key], draw.getrandbits(32))
+        yield family.name, falls, partial(in_threads, threads, work)
+
+
+def _parts(count: int) -> list[int]:
+    return [min(_IN_ONE_CHILD, count - first) for first in range(0, count, _IN_ONE_CHILD)]
+
+
+def _falls(make: Callable[[], Step], falls: int, expected: str, seed: int) -> Fallen:
+    draw, wrong, longest_s = random.Random(seed), 0, 0.05
+    step = make()
+    with RecyclingAllocator() as allocator:
+
+        def fall(depth: float) -> None:
+            held_bytes = stats()["held_bytes.current"]
+            allocator.limit_bytes = int(held_bytes * depth) + draw.randrange(1 << 18)
+
+        for _ in range(falls):
+            with _falling(partial(fall, draw.choice((0.0, 0.5, 0.9, 1.0))), draw, longest_s):
+                found = _attempted(step)
+            allocator.limit_bytes = None
+            start_s = time.perf_counter()
+            is_right = digest(step()) == expected
+            longest_s = time.perf_counter() - start_s
+            wrong += not is_right or found not in ("", expected)
+    return Fallen(falls, wrong)
+
+
+def _attempted(step: Step) -> str:
+    """Return the digest of a step; empty if it raised."""
+    try:
+        results = step()
+    except Exception:  # any will do: memory was refused
+        return ""
+    return digest(results)
+
+
+@contextmanager
+def _falling(fall: Callable[[], None], draw: random.Random, longest_s: float) -> Iterator[None]:
+    """Call ``fall`` from another thread, at a random moment of the time given."""
+    wait_s = draw.random() * longest_s
+
+    def later() -> None:
+        time.sleep(wait_s)
+        fall()
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(48, 64)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows = images.flatten(1, 2).transpose(0, 1)
+        found: Tensor = self.head(self.inner(rows)[0][-1])
+        return found
+
+
+def _models() -> tuple[Callable[[], nn.Module], ...]:
+    def convolutional() -> nn.Module:
+        first = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+        second = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.GELU(), nn.MaxPool2d(2))
+        return nn.Sequential(first, second, nn.Flatten(), nn.Linear(32 * 24 * 24, 10))
+
+    def attending() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(48, 4, 96, dropout=0.0, batch_first=True)
+        return nn.Sequential(nn.Flatten(1, 2), layer, nn.Flatten(), nn.Linear(144 * 48, 10))
+
+    return convolutional, _Recurrent, attending
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def _session_falls(falls: int, seed: int) -> Fallen:
+    """Let a session's budget fall, in steps of ever other batch sizes, and restore it."""
+    draw, wrong = random.Random(seed), 0
+    torch.manual_seed(seed)
+    torch.set_num_threads(draw.choice((1, 2)))
+    model = draw.choice(_models())()
+    model(torch.randn(2, 3, 48, 48))
+    ample = resident_bytes() + _SESSION_ROOM_BYTES
+    optimizer = torch.optim.AdamW(model.parameters())
+    longest_s = 0.05
+    with daf.Session(model, optimizer, ample, tolerance=draw.choice((0.0, None))) as session:
+        session.step(_batch(32), _loss)
+        for _ in range(falls):
+
+            def fall(depth: float = draw.random()) -> None:
+                session.budget = int(session.held_bytes() * (0.2 + depth))
+
+            with _falling(fall, draw, longest_s):
+                wrong += not _steps_or_refuses(session, draw.randrange(8, 48))
+            session.budget = ample
+            start_s = time.perf_counter()
+            wrong += not _steps(session, 32)
+            longest_s = time.perf_counter() - start_s
+    return Fallen(falls, wrong)
+
+
+def _batch(examples: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(examples, 3, 48, 48), torch.randint(10, (examples,))
+
+
+def _steps_or_refuses(session: daf.Session, examples: int) -> bool:
+    try:
+        return _steps(session, examples)
+    except DafError:
+        return True
+
+
+def _steps(session: daf.Session, examples: int) -> bool:
+    loss = session.step(_batch(examples), _loss).loss
+    return 0.0 <= loss < 1e6  # finite; its bits are asked of by what runs without a session
