@@ -212,5 +212,6 @@ def refusal(profile: Profile, budget_bytes: int, least_bytes: int) -> str:
         f"asked for a budget of {format_bytes(budget_bytes)}; this job needs at least "
         f"{format_bytes(least_bytes)}: {format_bytes(profile.floor_bytes)} before the model "
         f"exists, {format_bytes(held)} of parameters, gradients and optimizer state, and "
-        f"{format_bytes(beside_bytes - held)} for a batch of {profile.batch_size}; try budget={least_bytes}, {advice}"
+        f"{format_bytes(beside_bytes - held)} for a batch of {profile.batch_size}; try "
+        f"budget={least_bytes}, {advice}"
     )

@@ -9,7 +9,6 @@ import textwrap
 from typing import Any
 
 import pytest
-
 from daf._native import allocator as native
 from daf_bench.faults.refusals import all_families
 from daf_bench.faults.run import figures_of
