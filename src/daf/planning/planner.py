@@ -201,7 +201,9 @@ def tighter_plan(
 
 def refusal(profile: Profile, budget_bytes: int, least_bytes: int) -> str:
     """Return the message of a budget that cannot hold the job: what it needs, what to try."""
-    beside_bytes = max(0, least_bytes - profile.floor_bytes)
+    # Less than the floor where what an earlier job left was given back since.
+    before_bytes = min(profile.floor_bytes, profile.resident_bytes - profile.parameter_bytes)
+    beside_bytes = max(0, least_bytes - before_bytes)
     # Gradients that are released are not held together.
     held = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
     held = min(held, beside_bytes)
@@ -210,7 +212,7 @@ def refusal(profile: Profile, budget_bytes: int, least_bytes: int) -> str:
         advice += f" (the batch is not split because {profile.split_refusal})"
     return (
         f"asked for a budget of {format_bytes(budget_bytes)}; this job needs at least "
-        f"{format_bytes(least_bytes)}: {format_bytes(profile.floor_bytes)} before the model "
+        f"{format_bytes(least_bytes)}: {format_bytes(before_bytes)} before the model "
         f"exists, {format_bytes(held)} of parameters, gradients and optimizer state, and "
         f"{format_bytes(beside_bytes - held)} for a batch of {profile.batch_size}; try "
         f"budget={least_bytes}, {advice}"

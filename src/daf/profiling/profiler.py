@@ -324,11 +324,9 @@ class Profiler:
         self._note_beside()
         updated = gradient_bytes(self.model)
         touched = 2 * updated + sum(map(state_bytes, self.optimizer.state.values())) + state
-        resident = self._resident_bytes()
         return Profile(
-            # Less where what an earlier job left was given back since.
-            floor_bytes=min(self.baseline_bytes, max(0, resident - parameter_bytes(self.model))),
-            resident_bytes=resident,
+            floor_bytes=self.baseline_bytes,
+            resident_bytes=self._resident_bytes(),
             parameter_bytes=parameter_bytes(self.model),
             gradient_bytes=updated,
             optimizer_bytes=state,
