@@ -54,6 +54,15 @@ struct State {
   std::unordered_map<std::string, uint32_t> label_numbers{{"", 0}};
   std::vector<std::string> label_texts{""};
 
+  void forget_owners_locked() {
+    installed = 0;
+    settings = Settings();
+    account.limit.store(no_limit);
+    reclaim = nullptr;
+    heap.close_locked();
+    small.close_locked();
+  }
+
   void lock() {
     install_mutex.lock();
     settings_mutex.lock();
@@ -72,12 +81,13 @@ struct State {
 
 State& state();
 
-// A child has only the forking thread, so every lock must be free. It drops its recycled pages, so
-// that the parent's next writes copy none.
+// A child has only the forking thread, so every lock must be free. It has no limit and no account:
+// calls pass through to the C library until it installs again. It drops its recycled pages, so that
+// the parent's next writes copy none.
 void before_fork() { state().lock(); }
 void after_fork_in_parent() { state().unlock(); }
 void after_fork_in_child() {
-  state().heap.forget_recycled_locked();
+  state().forget_owners_locked();
   state().unlock();
 }
 

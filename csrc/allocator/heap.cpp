@@ -46,8 +46,7 @@ void BlockHeap::open() {
 
 void BlockHeap::close() {
   const std::lock_guard<std::mutex> guard(mutex_);
-  open_ = false;
-  shed_locked(no_limit);
+  close_locked();
 }
 
 Served BlockHeap::allocate(uint64_t bytes, uint32_t label, bool must, void** pointer,

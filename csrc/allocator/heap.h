@@ -70,8 +70,10 @@ class BlockHeap {
 
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
-  // In the child of a fork: its copies of recycled pages only make the parent copy.
-  void forget_recycled_locked() { shed_locked(no_limit); }
+  void close_locked() {
+    open_ = false;
+    shed_locked(no_limit);
+  }
 
  private:
   enum class State : uint32_t { unused, live, recycled };

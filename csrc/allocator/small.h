@@ -132,6 +132,9 @@ class SmallBlocks {
     return sum;
   }
 
+  // Notes no more; what is noted is still forgotten when it is freed. Under all locks.
+  void close_locked() { open_ = false; }
+
   // Around fork, so that the child has no lock held by a missing thread.
   void lock() {
     for (SmallShard& shard : shards_) shard.mutex().lock();

@@ -25,12 +25,13 @@ nb::object cap_or_none(uint64_t bytes) {
 
 // Where the limit refuses memory: the reclaim hook, the pool's own planes, then fewer new ones.
 uint64_t allocate(Pool& pool, uint64_t count, int bits, int minimum_bits, bool headers,
-                  const std::vector<double>& importance, uint64_t tag) {
+                  const std::vector<double>& importance, uint64_t tag, uint64_t page_bytes) {
   if (importance.size() != size_t(bits))
     throw paging::MisuseError("asked for " + std::to_string(bits) + " planes with " +
                               std::to_string(importance.size()) +
                               " importances; give one for each plane");
   paging::Request request{count, bits, minimum_bits, headers, importance.data(), tag};
+  request.page_bytes = page_bytes;
   for (;;) {
     try {
       return pool.allocate(request);
@@ -109,8 +110,10 @@ void bind_class(nb::module_& module) {
           nb::arg("reserve_bytes"), nb::arg("page_bytes"), nb::arg("cap_bytes").none(),
           nb::arg("increment_bytes"), nb::arg("may_cut_increment"), nb::arg("poison"),
           nb::arg("charged") = false, nb::arg("elsewhere") = false)
-      .def("allocate", &allocate, unlocked())
-      .def("release", &Pool::release, unlocked())
+      .def("allocate", &allocate, nb::arg("count"), nb::arg("bits"), nb::arg("minimum_bits"),
+           nb::arg("headers"), nb::arg("importance"), nb::arg("tag"), nb::arg("page_bytes") = 0,
+           unlocked())
+      .def("release", &Pool::release, nb::arg("handle"), nb::arg("even_pinned") = false, unlocked())
       .def("pin",
            [](Pool& pool, uint64_t handle) {
              return view_fields(without_lock([&] { return pool.pin(handle); }));

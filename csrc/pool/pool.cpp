@@ -90,6 +90,11 @@ bool Pool::set_page_bytes(uint64_t bytes) {
   checked_page(bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (now_.live_tensors) return false;
+  change_page_bytes(bytes);
+  return true;
+}
+
+void Pool::change_page_bytes(uint64_t bytes) {
   return_groups(backed_);
   used_ = {};
   free_ = empty_ = unbacked_ = Bitmap();
@@ -98,35 +103,23 @@ bool Pool::set_page_bytes(uint64_t bytes) {
   group_bytes_ = group_of(bytes);
   pages_per_group_ = group_bytes_ / page_bytes_;
   growth_ = growth_by(options_, group_bytes_);
-  return true;
 }
 
 // --- allocate and release -----------------------------------------------------------------------
 
 uint64_t Pool::allocate(const Request& request) {
   check_request(request);
-  Tensor tensor{};
-  tensor.tag = request.tag;
-  tensor.count = request.count;
-  tensor.bits = uint8_t(request.bits);
-  tensor.kept = uint8_t(request.bits - request.missing_bits);
-  tensor.minimum = uint8_t(request.minimum_bits);
-  tensor.has_headers = request.headers;
-  const uint64_t blocks = blocks_of(request.count), run_blocks = page_bytes_ / block_plane_bytes;
-  const uint64_t runs = (blocks + run_blocks - 1) / run_blocks;
-  if (runs >= no_page)
-    throw FullError("a tensor of " + std::to_string(request.count) +
-                    " elements has more runs than a page table can hold; use larger pages");
-  tensor.runs = tensor.full_runs = uint32_t(runs);
+  const std::lock_guard<std::mutex> lock(mutex_);  // from here on the page size stays
+  if (request.page_bytes && request.page_bytes != page_bytes_ && !now_.live_tensors)
+    change_page_bytes(checked_page(request.page_bytes));
+  Tensor tensor = shape_of(request);
   const uint64_t bytes = table_bytes(tensor);
   std::unique_ptr<void, Free> table(std::malloc(bytes));
   if (!table) throw std::bad_alloc();
   tensor.importance = static_cast<double*>(table.get());
   tensor.table = reinterpret_cast<uint32_t*>(tensor.importance + tensor.bits);
   std::copy_n(request.importance, request.bits, tensor.importance);
-  tensor.pins = 1;
 
-  const std::lock_guard<std::mutex> lock(mutex_);
   growth_.note_demand(present_pages(tensor) / pages_per_group_);
   make_room(tensor, metadata_bytes(free_slot_ == 0, bytes));
   ensure_slot();
@@ -139,6 +132,25 @@ uint64_t Pool::allocate(const Request& request) {
   return tensor.handle;
 }
 
+// A tensor, pinned once, without its table. Throws FullError.
+Pool::Tensor Pool::shape_of(const Request& request) const {
+  Tensor tensor{};
+  tensor.tag = request.tag;
+  tensor.count = request.count;
+  tensor.bits = uint8_t(request.bits);
+  tensor.kept = uint8_t(request.bits - request.missing_bits);
+  tensor.minimum = uint8_t(request.minimum_bits);
+  tensor.has_headers = request.headers;
+  tensor.pins = 1;
+  const uint64_t blocks = blocks_of(request.count), run_blocks = page_bytes_ / block_plane_bytes;
+  const uint64_t runs = (blocks + run_blocks - 1) / run_blocks;
+  if (runs >= no_page)
+    throw FullError("a tensor of " + std::to_string(request.count) +
+                    " elements has more runs than a page table can hold; use larger pages");
+  tensor.runs = tensor.full_runs = uint32_t(runs);
+  return tensor;
+}
+
 // Writes the page table; make_room has provided the pages.
 void Pool::fill_table(const Tensor& tensor) {
   const uint64_t planes = present_pages(tensor) - header_pages(tensor);
@@ -148,11 +160,12 @@ void Pool::fill_table(const Tensor& tensor) {
   now_.payload_bytes += payload_of(tensor);
 }
 
-void Pool::release(uint64_t handle) {
+void Pool::release(uint64_t handle, bool even_pinned) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Tensor tensor = find(handle);
-  if (tensor.pins) throw MisuseError("asked to release a tensor that is pinned; unpin it first");
-  leave_tree(tensor);
+  if (tensor.pins && !even_pinned)
+    throw MisuseError("asked to release a tensor that is pinned; unpin it first");
+  if (!tensor.pins) leave_tree(tensor);
   free_pages_of(tensor);
   remove_tensor(tensor);
   return_surplus();

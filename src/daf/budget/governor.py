@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from daf.budget.cgroups import MemoryGroup, memory_groups
+from daf.budget.children import children_bytes
 from daf.budget.growth import MOST_BYTES, Growth
 from daf.budget.limits import Bound, read_bounds
 from daf.budget.pressure import STALLED_SHARE, Backoff, PressureSampler
-from daf.budget.request import Budget, Request, parse_budget
+from daf.budget.request import Budget, Request, Scope, parse_budget
 from daf.budget.system import THIS_SYSTEM, System
 from daf.core.units import format_bytes
-from daf.memory.process_limit import account_lock
+from daf.memory.owners import account_lock
 
 MIB = 2**20
 # What "auto" leaves to others: a twentieth of the tightest limit, and at least this much.
@@ -26,6 +27,7 @@ STEPS = 64
 STEP_BYTES = 4 * MIB
 RISE_STEPS = 3  # a budget lies up to one step below its goal, which fluctuates by up to two
 RISE_AFTER_S = 0.25
+CHILDREN_LAST_S = 0.1  # the kernel walks all their pages
 GROUPS_LAST_S = 1.0  # processes seldom change cgroup; to find one costs more than to read it
 STANDING_STILL = Growth()
 
@@ -90,6 +92,7 @@ class Governor:
 
     ``asked``: a value for ``parse_budget``, or a function that returns one at every refresh.
     ``clock``: monotonic seconds. ``bounds``: reads a device's bounds; None: the process's are read.
+    ``scope``: with "tree", what children hold is no longer this process's to take.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Governor:
         system: System = THIS_SYSTEM,
         clock: Callable[[], float] = time.perf_counter,
         bounds: Callable[[], tuple[Bound, ...]] | None = None,
+        scope: Scope = "process",
     ) -> None:
         self._system = system
         self._read_device = bounds
@@ -111,6 +115,9 @@ class Governor:
         self._bounds: tuple[Bound, ...] = ()
         self._groups: tuple[MemoryGroup, ...] = ()
         self._groups_found_s = float("-inf")
+        self._scope = scope
+        self._children_bytes = 0
+        self._children_read_s = float("-inf")
         self.reading = Reading(None, "no budget was asked for")
         self.ask(asked)
 
@@ -161,6 +168,8 @@ class Governor:
 
     def _settled(self, request: Request, *, at_once: bool, urgent: bool) -> Reading:
         self._bounds = self._read_bounds(request)
+        if self._scope == "tree":
+            self._bounds += self._children_bound(request)
         self._growth.note(self._bounds, self._clock())
         backoff = self._pressure(urgent) if self.follows_pressure else 0.0
         goal = goal_of(request, self._bounds, backoff, self._growth)
@@ -176,6 +185,16 @@ class Governor:
             return self._read_device()
         near = None if request.nbytes is None else request.nbytes + MOST_BYTES
         return read_bounds(self._system, near, self._memory_groups())
+
+    def _children_bound(self, request: Request) -> tuple[Bound, ...]:
+        """Return what children leave of the budget; for "auto", other bounds count them already."""
+        asked = _asked_bytes(request, min(each.ceiling_bytes for each in self._bounds))
+        if asked is None:
+            return ()
+        now_s = self._clock()
+        if now_s - self._children_read_s >= CHILDREN_LAST_S:
+            self._children_bytes, self._children_read_s = children_bytes(self._system), now_s
+        return (Bound("the budget with child processes", asked, asked - self._children_bytes),)
 
     def _memory_groups(self) -> tuple[MemoryGroup, ...]:
         now_s = self._clock()

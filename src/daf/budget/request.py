@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from daf.core.errors import UnitError
 from daf.core.units import format_bytes, parse_bytes
@@ -12,6 +13,7 @@ BudgetValue = str | int | float | None
 Budget = BudgetValue | Callable[[], BudgetValue]
 
 AUTO = "auto"
+Scope = Literal["process", "tree"]  # whose bytes a budget bounds: with "tree", children's too
 
 
 @dataclass(frozen=True, slots=True)

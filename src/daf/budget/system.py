@@ -33,21 +33,22 @@ class System:
 
     def process(self) -> dict[str, int]:
         """Return this process's ``VmRSS``, ``VmSize`` and ``VmData`` (bytes), where reported."""
-        found = _kibibytes(self.read("/proc/self/status"), ("VmRSS", "VmSize", "VmData"))
+        found = kibibytes(self.read("/proc/self/status"), ("VmRSS", "VmSize", "VmData"))
         if "VmRSS" not in found:
             found["VmRSS"] = int(psutil.Process().memory_info().rss)
         return found
 
     def machine(self) -> dict[str, int]:
         """Return the machine's ``MemTotal`` and ``MemAvailable`` (bytes)."""
-        found = _kibibytes(self.read("/proc/meminfo"), ("MemTotal", "MemAvailable"))
+        found = kibibytes(self.read("/proc/meminfo"), ("MemTotal", "MemAvailable"))
         if len(found) == 2:
             return found
         memory = psutil.virtual_memory()
         return {"MemTotal": int(memory.total), "MemAvailable": int(memory.available)}
 
 
-def _kibibytes(text: str | None, names: tuple[str, ...]) -> dict[str, int]:
+def kibibytes(text: str | None, names: tuple[str, ...]) -> dict[str, int]:
+    """Return the fields of these names (bytes) of a file of ``/proc`` that counts KiB."""
     found = {}
     for line in (text or "").splitlines():
         name, _, rest = line.partition(":")

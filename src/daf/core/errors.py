@@ -35,6 +35,10 @@ class BudgetError(DafError, MemoryError):
         self.least_bytes = least_bytes
 
 
+class ClosedSessionError(DafError, RuntimeError):
+    """A session was asked to go on after ``close``; make another over the same model."""
+
+
 class SplitError(DafError, ValueError):
     """Micro-batches of this batch do not add up to it, as those of batches before did."""
 

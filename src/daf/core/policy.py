@@ -235,6 +235,8 @@ def policy_for(bits: int | str) -> Policy:
         return plain_policy()
     if bits == "exact":
         return exact_policy()
+    if isinstance(bits, bool) or not isinstance(bits, (int, str)):
+        raise ValueError(f"asked for bits={bits!r}; give 1 to 8, 'exact', 'plain' or '4-bit'")
     if isinstance(bits, int):
         return coded_policy(bits)
     width, _, suffix = bits.partition("-")

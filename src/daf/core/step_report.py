@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class StepReport:
     """One step's loss, time and memory (bytes, milliseconds).
 
-    ``peak_bytes``: of the process or GPU. ``evicted_bytes``: of codes, under the pool's cap or the
-    budget. ``released_gradients``: stepped and freed inside backward. ``overrun_bytes``: what such
-    a step, which cannot be retried, needed over the budget. ``budget_bytes``: at its end (None: no
-    budget).
+    ``peak_bytes``: of the process or GPU; ``swapped_bytes`` of them lay in swap at the end.
+    ``evicted_bytes``: of codes, under the pool's cap or the budget. ``released_gradients``: stepped
+    and freed inside backward. ``overrun_bytes``: what such a step, which cannot be retried, needed
+    over the budget. ``budget_bytes``: at its end (None: no budget).
 
     ``added_variance``: expected from codes, beside the batch's own ``batch_variance``: squared
     lengths of the mean loss's gradient, or of the steps of an optimizer that divides by it (None:
@@ -33,6 +33,7 @@ class StepReport:
     batch_variance: float | None = None
     measuring_ms: float = 0.0
     rolled_back_to: int | None = None
+    swapped_bytes: int = 0
 
     @property
     def charged_peak_bytes(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from daf._native import allocator as native
 from daf.memory import process_memory
+from daf.memory.statistics import reset_peaks
 
 
 class Meter:
@@ -65,5 +66,5 @@ def _live_bytes() -> int:
 
 def _take_peak_bytes() -> int:
     peak = int(native.statistics()["live_bytes.peak"])
-    native.reset_peaks()
+    reset_peaks()
     return peak

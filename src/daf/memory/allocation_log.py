@@ -17,7 +17,7 @@ from daf._native import allocator as native
 from daf.core.units import parse_bytes
 from daf.memory.history import History
 from daf.memory.recycling_allocator import RecyclingAllocator
-from daf.memory.statistics import reset_peaks, stats
+from daf.memory.statistics import PeakWatch, stats
 
 
 @dataclass(slots=True)
@@ -26,11 +26,12 @@ class Tracking:
 
     statistics: dict[str, int] = field(default_factory=dict)
     history: History | None = None
+    watch: PeakWatch = field(default_factory=PeakWatch)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of tensors live at once."""
-        return (self.statistics or stats())["live_bytes.peak"]
+        """The most bytes of tensors live at once, so far or inside."""
+        return self.watch.peak_bytes
 
 
 STEP_EVENTS = 50_000  # the most of one step's record, at about 100 bytes each
@@ -72,10 +73,10 @@ def track(
     tracking = Tracking(history=History(model) if history else None)
     with ExitStack() as stack:
         stack.enter_context(allocator)
-        reset_peaks()
+        stack.enter_context(tracking.watch)
         if tracking.history is not None:
             stack.enter_context(tracking.history)
         try:
             yield tracking
         finally:
-            tracking.statistics = stats()
+            tracking.statistics = stats() | {"live_bytes.peak": tracking.peak_bytes}

@@ -7,6 +7,7 @@ room. It raises ``OutOfMemoryError``, which a session answers with a tighter pla
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 
@@ -18,25 +19,32 @@ NEAR_BYTES = 64 * 2**20  # closer to the limit than this, look again soon
 SEGMENT_BYTES = 20 * 2**20  # what PyTorch takes from the driver for blocks of 1 to 10 MiB
 
 _registry_lock = threading.RLock()  # of all devices' keepers; taken before a keeper's own lock
-_before: dict[str, tuple[float, int]] = {}  # by device: the user's share, open keepers
+# By device: the share that the user had set, and the open keepers.
+_open: dict[str, tuple[float, weakref.WeakSet[DeviceKeeper]]] = {}
 
 
-def _enter(memory: DeviceMemory) -> float:
-    """Count one more keeper; return the user's share."""
+def _enter(memory: DeviceMemory, keeper: DeviceKeeper) -> float:
+    """Count one more open keeper; return the user's share."""
     with _registry_lock:
-        share, count = _before.get(memory.name, (None, 0))
-        share = memory.limit_share() if share is None else share
-        _before[memory.name] = share, count + 1
+        if memory.name not in _open:
+            _open[memory.name] = memory.limit_share(), weakref.WeakSet()
+        share, keepers = _open[memory.name]
+        keepers.add(keeper)
         return share
 
 
 def _leave(memory: DeviceMemory) -> None:
-    """Count one keeper less; the last restores the user's share."""
+    """Put in force what the keepers that are left ask, the tightest last; else the user's share."""
     with _registry_lock:
-        share, count = _before.pop(memory.name)
-        if count > 1:
-            _before[memory.name] = share, count - 1
+        if memory.name not in _open:
+            return  # the last ones were collected together
+        share, keepers = _open[memory.name]
         memory.limit_to_share(share)
+        left = sorted(keepers, key=DeviceKeeper.tightness)
+        if not left:
+            del _open[memory.name]
+        for keeper in left:
+            keeper.apply_again()
 
 
 class DeviceKeeper(Keeper):
@@ -46,12 +54,22 @@ class DeviceKeeper(Keeper):
     can_refuse = True
 
     def __init__(self, memory: DeviceMemory, give_back: GiveBack = lambda _: 0) -> None:
-        super().__init__(give_back, threading.RLock())
+        super().__init__(give_back)
+        self.memory_name = memory.name
+        self._lock = threading.RLock()  # guards the limit
+        self._limit_bytes: int | None = None
+        self._unbounded = 0
+        self._must_finish = False
+        self._was_refused = False
         self._memory = memory
         self._total_bytes = 0
         self._share_before: float | None = None
         self._left: weakref.finalize[..., DeviceKeeper] | None = None
         self._share_now: float | None = None
+
+    @property
+    def missing_bytes(self) -> int:
+        return SEGMENT_BYTES if self._was_refused else 0
 
     @property
     def overrun_bytes(self) -> int:
@@ -62,10 +80,10 @@ class DeviceKeeper(Keeper):
     def open(self) -> None:
         """Read the device's size and the user's share; does nothing if open."""
         with _registry_lock, self._lock:
-            if self._share_before is not None:
+            if self._share_before is not None or self.is_retired:
                 return
             self._total_bytes = self._memory.total_bytes()
-            self._share_before = _enter(self._memory)
+            self._share_before = _enter(self._memory, self)
             # Sessions may be abandoned without ``close``, in a notebook say.
             self._left = weakref.finalize(self, _leave, self._memory)
             self._left.atexit = False  # the process's share ends with it
@@ -80,9 +98,20 @@ class DeviceKeeper(Keeper):
         with _registry_lock, self._lock:
             self._limit_bytes = None
             if self._left is not None:
+                _open[self._memory.name][1].discard(self)
                 self._left()
             self._left = self._share_before = self._share_now = None
             self.settings.clear()
+
+    def tightness(self) -> float:
+        """Return a number that is higher the less this bound leaves."""
+        return -math.inf if self._limit_bytes is None else -self._limit_bytes
+
+    def apply_again(self) -> None:
+        """Put this bound in force again after another keeper's."""
+        with self._lock:
+            self._share_now = None
+            self._apply()
 
     def flush(self) -> None:
         self._memory.release_cached()
@@ -94,7 +123,7 @@ class DeviceKeeper(Keeper):
         """True if the error itself is a refusal; PyTorch or user code may have handled others."""
         is_refusal = self._memory.is_refusal(error, refusals_before)
         if is_refusal:
-            self.missing_bytes = SEGMENT_BYTES
+            self._was_refused = True
         return is_refusal
 
     def bound(self, expected_bytes: int, budget_bytes: int) -> None:  # noqa: ARG002 - of its kind
@@ -160,11 +189,16 @@ class DeviceKeeper(Keeper):
             if is_tight and self._memory.held_bytes() + needed_bytes > (self._limit_bytes or 0):
                 self._memory.release_cached()
 
-    def _change_unbounded(self, by: int) -> None:
+    def _change_unbounded(self, by: int | None) -> int:
         with self._lock:
-            super()._change_unbounded(by)
+            before = self._unbounded
+            if by is None and not before:
+                return 0
+            self._unbounded = 0 if by is None else max(0, before + by)
+            self._apply()
             if not self._unbounded:
                 self._shrink()
+            return before
 
     def _apply(self) -> None:
         """Set the share in force, if it changed; nothing before ``open``."""

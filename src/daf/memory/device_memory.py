@@ -80,6 +80,10 @@ class DeviceMemory:
         """Return the bytes reserved now."""
         return int(self._backend.memory_reserved(self.device))
 
+    def swapped_bytes(self) -> int:
+        """Return 0: nothing of a device is swapped out."""
+        return 0
+
     def account_bytes(self) -> int:
         """Return the same: all of it is the allocator's."""
         return self.held_bytes()

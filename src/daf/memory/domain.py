@@ -25,6 +25,9 @@ class MemoryDomain(Protocol):
     def held_bytes(self) -> int:
         """Return the bytes held now, cached blocks included."""
 
+    def swapped_bytes(self) -> int:
+        """Return the part that the system has swapped out."""
+
     def account_bytes(self) -> int:
         """Return the part that a bounded allocator holds; the rest grows by itself."""
 
@@ -42,12 +45,15 @@ class MemoryDomain(Protocol):
 
 
 class ProcessMemory(MemoryDomain):
-    """The resident size of this process, the memory of a model on the CPU."""
+    """What this process holds, resident or swapped out: the memory of a model on the CPU."""
 
     name = "the process"
 
     def held_bytes(self) -> int:
-        return process_memory.resident_bytes()
+        return process_memory.taken_bytes()
+
+    def swapped_bytes(self) -> int:
+        return process_memory.swapped_bytes()
 
     def account_bytes(self) -> int:
         return stats()["held_bytes.current"]

@@ -1,4 +1,4 @@
-"""What glibc does with freed blocks, set while a budget is in force.
+"""What glibc does with freed blocks.
 
 By default glibc keeps freed blocks of up to 32 MiB, as its threshold grows, so the process holds
 about twice what is live. ``M_MMAP_THRESHOLD`` fixed at 128 KiB returns large blocks at once: on
@@ -10,12 +10,17 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import platform
+from functools import cache
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 RETURN_BLOCKS_FROM_BYTES = 128 * 1024
-_GLIBC_MMAP_THRESHOLD_MAX_BYTES = 32 * 1024 * 1024  # the bound of glibc's dynamic threshold
+# The bound of glibc's dynamic threshold. A threshold once set stays fixed, so that this is the
+# nearest to the default that there is to return to.
+_LARGEST_BYTES = 32 * 1024 * 1024
+_in_force: dict[str, bool | None] = {"returned": False}  # None: an interrupted change
 
 
+@cache
 def _glibc() -> ctypes.CDLL | None:
     if platform.libc_ver()[0] != "glibc":
         return None
@@ -23,33 +28,31 @@ def _glibc() -> ctypes.CDLL | None:
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 
 
-class ReturnFreedBlocks:
-    """While entered, glibc returns freed blocks of 128 KiB and more to the system at once.
+def can_return_freed_blocks() -> bool:
+    """True where ``return_freed_blocks`` changes anything: the C library is glibc."""
+    return _glibc() is not None
 
-    ``active`` is False, and nothing changes, where the C library is not glibc. On exit the
-    thresholds become the largest that glibc reaches by itself (32 MiB, twice that for trimming),
-    the nearest to its default: a threshold once set stays fixed.
+
+def returns_freed_blocks() -> bool:
+    """True while freed blocks are returned at once."""
+    return _in_force["returned"] is not False
+
+
+def return_freed_blocks(wanted: bool) -> None:
+    """Return freed blocks of 128 KiB and more to the system at once, or keep them again.
+
+    Only ``memory.owners`` calls it, for all who want it. ``wanted`` False sets the largest
+    thresholds that glibc reaches by itself (32 MiB, twice that for trimming); it does nothing where
+    they were never set.
     """
-
-    def __init__(self) -> None:
-        self._library = _glibc()
-        self.active = False
-
-    def __enter__(self) -> ReturnFreedBlocks:
-        self.active = self._set(RETURN_BLOCKS_FROM_BYTES, RETURN_BLOCKS_FROM_BYTES)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.active:
-            largest = _GLIBC_MMAP_THRESHOLD_MAX_BYTES
-            self._set(largest, 2 * largest)
-            self.active = False
-
-    def _set(self, mmap_threshold_bytes: int, trim_threshold_bytes: int) -> bool:
-        if self._library is None:
-            return False
-        done = self._library.mallopt(_M_MMAP_THRESHOLD, mmap_threshold_bytes)
-        return bool(done and self._library.mallopt(_M_TRIM_THRESHOLD, trim_threshold_bytes))
+    library = _glibc()
+    if library is None or wanted == _in_force["returned"]:
+        return
+    _in_force["returned"] = None
+    size = RETURN_BLOCKS_FROM_BYTES if wanted else _LARGEST_BYTES
+    library.mallopt(_M_MMAP_THRESHOLD, size)
+    library.mallopt(_M_TRIM_THRESHOLD, size if wanted else 2 * size)
+    _in_force["returned"] = wanted
 
 
 def return_free_memory() -> bool:

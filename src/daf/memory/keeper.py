@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from _thread import RLock as LockType
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,15 +15,13 @@ GiveBack = Callable[[int], int]  # frees at least so many bytes of other memory,
 class Keeper(ABC):
     """Bounds memory while a budget is in force; ``close`` undoes that."""
 
-    def __init__(self, give_back: GiveBack, lock: LockType) -> None:
+    memory_name: str  # which memory it bounds, for messages and to tell whose budgets add up
+
+    def __init__(self, give_back: GiveBack) -> None:
         self.settings: list[str] = []  # what is set now, in words
         self.spare_more_bytes = 0  # beside the usual, while something runs for the first time
-        self.missing_bytes = 0  # by which the last refused allocation passed the limit, if known
         self._give_back = give_back  # called at the limit
-        self._lock = lock  # guards the limit
-        self._limit_bytes: int | None = None
-        self._unbounded = 0
-        self._must_finish = False
+        self.is_retired = False
 
     @property
     @abstractmethod
@@ -38,6 +35,11 @@ class Keeper(ABC):
 
     @property
     @abstractmethod
+    def missing_bytes(self) -> int:
+        """Bytes by which the last refused allocation passed the bound; 0 if unknown."""
+
+    @property
+    @abstractmethod
     def overrun_bytes(self) -> int:
         """Bytes over the bound of a step that had begun to change parameters."""
 
@@ -48,6 +50,11 @@ class Keeper(ABC):
     @abstractmethod
     def close(self) -> None:
         """Undo everything; live blocks stay valid."""
+
+    def retire(self) -> None:
+        """Close for good: nothing opens it again."""
+        self.is_retired = True
+        self.close()
 
     @abstractmethod
     def flush(self) -> None:
@@ -102,9 +109,9 @@ class Keeper(ABC):
     def _reserve(self, needed_bytes: int) -> None:  # noqa: B027
         """Make room for so much, or raise as a refused allocation does."""
 
+    @abstractmethod
     def must_finish(self) -> None:
         """Refuse nothing until ``bound``, with what room there is."""
-        self._must_finish = True
 
     @contextmanager
     def unbounded(self, needed_bytes: int = 0) -> Iterator[None]:
@@ -124,8 +131,7 @@ class Keeper(ABC):
         if math.isinf(budget_bytes):
             return run()
         refused = self.refusals()
-        with self._lock:
-            lifted, self._unbounded = self._unbounded, 0
+        lifted = self._change_unbounded(None)
         try:
             self.bound(int(budget_bytes), int(budget_bytes))
             return run()
@@ -136,14 +142,13 @@ class Keeper(ABC):
         finally:
             self._change_unbounded(lifted)
 
+    def begin_step(self) -> None:
+        """Bound again what a step that was interrupted may have left unbounded."""
+        self._change_unbounded(None)
+
     def _before_unbounded(self, needed_bytes: int) -> None:  # noqa: B027
         """Make way for what the limit will not refuse."""
 
-    def _change_unbounded(self, by: int) -> None:
-        with self._lock:
-            self._unbounded += by
-            self._apply()
-
     @abstractmethod
-    def _apply(self) -> None:
-        """Put the limit in force, or none while that is lifted."""
+    def _change_unbounded(self, by: int | None) -> int:
+        """Count who has lifted the bound (None: nobody), act on it; return the count before."""

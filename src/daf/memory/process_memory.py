@@ -1,6 +1,7 @@
 """The memory of this process, now and at its peak (design, section 1).
 
-On Linux ``VmRSS`` and ``VmHWM`` of ``/proc/self/status``, reset through ``/proc/self/clear_refs``.
+On Linux ``VmRSS`` and ``VmHWM`` of ``/proc/self/status``, reset through ``/proc/self/clear_refs``,
+and ``VmSwap``: what is swapped out still counts (boards compress it in their memory, as zram).
 Elsewhere psutil's resident size and the largest sample, which misses what happens between samples;
 ``peak_is_exact`` says which.
 """
@@ -37,14 +38,32 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def swapped_bytes() -> int:
+    """Return this process's bytes that the system has swapped out; 0 where that is not reported."""
+    try:
+        return field_bytes(_STATUS, "VmSwap")
+    except OSError:
+        return 0
+
+
+def taken_bytes() -> int:
+    """Return the resident and the swapped bytes: what a budget bounds."""
+    return resident_bytes() + swapped_bytes()
+
+
 def peak_is_exact() -> bool:
     """True if the operating system keeps a high-water mark that can be reset."""
     return _STATUS.exists() and _CLEAR_REFERENCES.exists()
 
 
 def peak_bytes() -> int:
-    """Return the most bytes held since ``reset_peak`` (Linux); elsewhere the resident bytes."""
-    return field_bytes(_STATUS, "VmHWM") if _STATUS.exists() else resident_bytes()
+    """Return the most bytes held since ``reset_peak`` (Linux); elsewhere the resident bytes.
+
+    What is swapped out now is added: it was part of no resident peak for certain.
+    """
+    if not _STATUS.exists():
+        return resident_bytes()
+    return field_bytes(_STATUS, "VmHWM") + swapped_bytes()
 
 
 def reset_peak() -> bool:

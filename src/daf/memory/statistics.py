@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from daf._native import allocator as native
 from daf.core.errors import PlatformError
@@ -49,8 +49,39 @@ def stats() -> dict[str, int]:
     return found
 
 
+class PeakWatch:
+    """The most live bytes while it is entered, whoever restarts the peaks meanwhile."""
+
+    _entered: ClassVar[dict[PeakWatch, None]] = {}
+
+    def __init__(self) -> None:
+        self._highest_bytes = 0
+
+    def __enter__(self) -> PeakWatch:
+        reset_peaks()
+        self._entered[self] = None
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._entered.pop(self, None)
+        self._note()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most so far, or until it was left."""
+        if self in self._entered:
+            self._note()
+        return self._highest_bytes
+
+    def _note(self) -> None:
+        peak_bytes: int = native.statistics()["live_bytes.peak"]
+        self._highest_bytes = max(self._highest_bytes, peak_bytes)
+
+
 def reset_peaks() -> None:
     """Restart every ``.peak``, the phases' too, from what is held now."""
+    for watch in [*PeakWatch._entered]:
+        watch._note()
     native.reset_peaks()
 
 

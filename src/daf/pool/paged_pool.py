@@ -6,6 +6,7 @@ pages directly (``daf.kernels.cpu.codecs``), without copies.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -81,8 +82,8 @@ class PlaneTensor:
         self._released = True
 
     def __del__(self) -> None:
-        if not getattr(self, "_released", True):
-            self.release()
+        if not getattr(self, "_released", True):  # nobody reads it, but an interrupt may have left
+            _call(self._store.native.release, self.handle, True)  # a pin
 
 
 class PagedStore:
@@ -121,6 +122,7 @@ class PagedStore:
             raise KernelError(f"asked to grow by {increment_bytes} bytes; give at least one page")
         entry_bytes = TABLE_ENTRY_BYTES + (DEVICE_ENTRY_BYTES if elsewhere else 0)
         self._fitter = PageFitter(entry_bytes) if page_bytes is None else None
+        self._fitting = threading.RLock()  # a collection in between may allocate too
         self.native = _call(
             _native.pool.Pool,
             _ADDRESS_SPACE_BYTES,
@@ -162,22 +164,24 @@ class PagedStore:
         planes went; none is evicted then.
         """
         _check_bytes("tensor", count)
-        self._fit(count, bits)
+        page_bytes = self._fit(count, bits)
         values = options.get("importance")
         if values is None:
             values = plane_importance(count, bits) if bits <= 4 else [0.0] * bits
         least, headers = options.get("minimum_bits"), options.get("headers", True)
         request = (count, bits, bits if least is None else least, headers, list(values))
-        return PlaneTensor(self, _call(self.native.allocate, *request, options.get("tag", 0)))
+        tag = options.get("tag", 0)
+        return PlaneTensor(self, _call(self.native.allocate, *request, tag, page_bytes))
 
-    def _fit(self, count: int, bits: int) -> None:
+    def _fit(self, count: int, bits: int) -> int:
+        """Return the bytes of a page if the pool is empty when the tensor comes; 0: as they are."""
         if self._fitter is None:
-            return
-        if self.native.live_tensors() == 0:
-            page_bytes = self._fitter.choose(count, bits)
-            if page_bytes != self.page_bytes:
-                self.native.set_page_bytes(page_bytes)
-        self._fitter.note(count, bits)
+            return 0
+        with self._fitting:
+            is_empty = self.native.live_tensors() == 0
+            page_bytes = self._fitter.choose(count, bits) if is_empty else 0
+            self._fitter.note(count, bits)
+        return page_bytes
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
         """Return up to 256 planes evicted since the last call, oldest first; and how many more."""

@@ -16,8 +16,7 @@ from daf.budget.limits import cgroup_limit_bytes, gpu_bound
 from daf.budget.pressure import pressure_files
 from daf.budget.request import AUTO
 from daf.budget.system import THIS_SYSTEM
-from daf.memory import process_memory
-from daf.memory.glibc import ReturnFreedBlocks
+from daf.memory import glibc, process_memory
 from daf.memory.soft_limits import soft_limit_bytes
 
 
@@ -97,13 +96,11 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _works() -> dict[str, bool]:
-    with ReturnFreedBlocks() as blocks:
-        returns_blocks = blocks.active
     return {
         "native_kernels": instruction_sets() is not None,
         "exact_peak": process_memory.peak_is_exact(),
         "peak_reset": process_memory.reset_peak(),
-        "allocator_thresholds": returns_blocks,
+        "allocator_thresholds": glibc.can_return_freed_blocks(),
         # A limited group could be made in one of them.
         "memory_cgroups": any(
             group.limits_children(THIS_SYSTEM) and os.access(group.path, os.W_OK)

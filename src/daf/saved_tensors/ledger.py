@@ -94,11 +94,13 @@ class Holding:
     def __init__(self, ledger: Ledger, nbytes: int, *, in_store: bool = False) -> None:
         self._ledger = ledger
         self._in_store = in_store
-        self.nbytes = nbytes
+        self.nbytes = 0  # an interrupt may come before the bytes are counted
         ledger.add_held(nbytes, in_store=in_store)
+        self.nbytes = nbytes
 
     def __del__(self) -> None:
-        self._ledger.add_held(-self.nbytes, in_store=self._in_store)
+        if getattr(self, "nbytes", 0):
+            self._ledger.add_held(-self.nbytes, in_store=self._in_store)
 
 
 class Unmade(NamedTuple):
@@ -115,11 +117,12 @@ class Plain:
 
     def __init__(self, ledger: Ledger, source: Source | Unmade) -> None:
         self._ledger = ledger
-        self.source = source
         ledger.add_plain(source.nbytes)
+        self.source = source
 
     def __del__(self) -> None:
-        self._ledger.add_plain(-self.source.nbytes)
+        if hasattr(self, "source"):  # else an interrupt came before it was counted
+            self._ledger.add_plain(-self.source.nbytes)
 
 
 class Source:

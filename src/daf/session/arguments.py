@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from daf.budget.request import Budget
+from daf.budget.request import Budget, Scope
 from daf.capture.capture import Capture
 from daf.core.errors import PlatformError
 from daf.core.policy import (
@@ -30,11 +30,11 @@ _PASSING_SHARE = 16
 _LEAST_PASSING_BYTES, _MOST_PASSING_BYTES = 2**21, 2**26
 
 
-def policy_name(bits: int | str | None, policy: str | None) -> str:
+def policy_name(bits: int | str | None, policy: str | None, *, has_budget: bool) -> str:
     """Return the name of the planner's policy or level that was asked for; "optimal" by default.
 
     Raises:
-        UnknownNameError: no policy has that name.
+        UnknownNameError: no policy has that name; or, under a budget, none has these bits.
         ValueError: ``bits`` names no policy, or both were given.
     """
     if bits is not None and policy is not None:
@@ -42,9 +42,10 @@ def policy_name(bits: int | str | None, policy: str | None) -> str:
             f"asked for bits={bits!r} and policy={policy!r}; bits fix every site, so that there is "
             "nothing left for a policy to choose; give one of the two"
         )
-    if policy is not None:
-        strategy_named(policy)
-    return policy_for(bits).name if bits is not None else policy or "optimal"
+    name = policy_for(bits).name if bits is not None else policy or "optimal"
+    if has_budget or policy is not None:
+        strategy_named(name)
+    return name
 
 
 def refuse_what_sends_nothing(
@@ -112,6 +113,20 @@ def checked_tolerance(tolerance: float | None) -> float | None:
             f"to the batch's own: 0 (exact) or more, by default {planner.DEFAULT_TOLERANCE}"
         )
     return None if tolerance is None else float(tolerance)
+
+
+def checked_scope(scope: Scope, memory: MemoryDomain) -> Scope:
+    """Return the scope.
+
+    Raises:
+        ValueError: it is neither "process" nor "tree", or "tree" for a budget on a device.
+    """
+    if scope not in ("process", "tree") or (scope == "tree" and isinstance(memory, DeviceMemory)):
+        raise ValueError(
+            f"asked for scope={scope!r} of a budget on {memory.name}; scope is 'process', or for a "
+            "model on the CPU 'tree' (child processes too)"
+        )
+    return scope
 
 
 def asked_memory(model: nn.Module, budget: Budget) -> MemoryDomain:

@@ -7,25 +7,30 @@ allocations are refused. Between steps ``PlanController`` plans anew.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from daf.budget.governor import Governor
+from daf.budget.governor import Governor, Reading
 from daf.budget.limits import Bound
 from daf.budget.pressure import open_triggers
-from daf.budget.request import Budget
+from daf.budget.request import Budget, Scope
 from daf.budget.system import THIS_SYSTEM, System
 from daf.budget.watcher import Watcher
 from daf.core.plan import Plan
 from daf.memory.keeper import Keeper
-from daf.memory.process_limit import account_lock
+from daf.memory.owners import account_lock
 
 # Near the tightest limit other processes can fill it within milliseconds; far from it, a process
 # would have to allocate 5 GB/s to reach it between two looks.
 LOOK_S = 0.02
 LOOK_FAR_S = 0.2
 FAR_BYTES = 10**9
+ANOTHERS = "the budget of another session"
+MOST_CHANGES = 1000  # in a history: a budget that is a function may move at every look
+
+_living: weakref.WeakSet[BudgetController] = weakref.WeakSet()  # of all sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +50,9 @@ class BudgetChange:
 class BudgetController:
     """One session's budget: asks the governor, applies the answer at once, and keeps the history.
 
-    ``on_lower`` is called first when the budget falls, to free what only saves time; ``bounds``
-    reads a device's bounds instead of ``system``'s.
+    ``lowest_bytes``: the lowest budget since ``bound``. ``on_lower`` is called first when the
+    budget falls, to free what only saves time; ``bounds`` reads a device's bounds instead of
+    ``system``'s; ``scope``: as ``Governor``'s.
 
     Raises:
         UnitError: the budget cannot be read.
@@ -59,15 +65,19 @@ class BudgetController:
         on_lower: Callable[[], None] = lambda: None,
         system: System = THIS_SYSTEM,
         bounds: Callable[[], tuple[Bound, ...]] | None = None,
+        scope: Scope = "process",
     ) -> None:
-        self._governor = Governor(asked, system, bounds=bounds)
+        self._governor = Governor(asked, system, bounds=bounds, scope=scope)
         self._keeper = keeper
         self._on_lower = on_lower
         self._system = system
         self._watcher: Watcher | None = None
         budget_bytes, reason = self._governor.reading
         self.budget_bytes = budget_bytes
+        self.is_anothers = False
+        self.lowest_bytes = budget_bytes
         self.history = [BudgetChange(time.perf_counter(), budget_bytes, reason)]
+        _living.add(self)
 
     @property
     def asked(self) -> Budget:
@@ -97,10 +107,27 @@ class BudgetController:
     def bound(self, plan: Plan) -> int | None:
         """Bound memory for a step; return the budget less the plan's peak, None without one."""
         with account_lock:  # no lower budget may come in between
+            self.lowest_bytes = self.budget_bytes
             if self.budget_bytes is None:
                 return None
             self._keeper.bound(plan.predicted_peak_bytes, self.budget_bytes)
             return max(0, self.budget_bytes - plan.predicted_peak_bytes)
+
+    def follow(self) -> None:
+        """Apply what others' budgets leave now."""
+        self._act()
+
+    @property
+    def has_risen(self) -> bool:
+        """True if the budget was lower at a moment since ``bound`` than it is now."""
+        with account_lock:
+            lowest, now = self.lowest_bytes, self.budget_bytes
+            return lowest is not None and (now is None or now > lowest)
+
+    @property
+    def is_watching(self) -> bool:
+        """True from the first step under a budget until ``close``: meanwhile it binds others."""
+        return self._watcher is not None and self._watcher.is_alive
 
     def close(self) -> None:
         """Stop watching."""
@@ -110,7 +137,7 @@ class BudgetController:
 
     def watch(self) -> None:
         """Start a thread that looks at the limits, where there are any to follow."""
-        if self._watcher is not None and self._watcher.is_alive:
+        if self.is_watching:
             return
         if self.budget_bytes is None and not callable(self.asked):
             return
@@ -128,14 +155,39 @@ class BudgetController:
         return LOOK_S if near or callable(self.asked) else LOOK_FAR_S
 
     def _act(self) -> None:
-        budget_bytes, before = self._governor.reading.budget_bytes, self.budget_bytes
+        budget_bytes, before = self._reading().budget_bytes, self.budget_bytes
         if budget_bytes is not None and (before is None or budget_bytes < before):
             self._on_lower()  # without the lock: it may wait for a thread that allocates
         with account_lock:
-            budget_bytes, reason = self._governor.reading
+            budget_bytes, reason = self._reading()
+            self.is_anothers = reason == ANOTHERS
             if budget_bytes == self.budget_bytes:
                 return
             self.budget_bytes = budget_bytes
+            self.lowest_bytes = _least(self.lowest_bytes, budget_bytes)
             evicted = self._keeper.rebound(budget_bytes)
             change = BudgetChange(time.perf_counter(), budget_bytes, reason, evicted)
             self.history.append(change)
+            del self.history[:-MOST_CHANGES]
+
+    def _reading(self) -> Reading:
+        """Return the governor's reading, or the budget of another session if that is lower.
+
+        Every living session's budget bounds the same process, so the least is every session's.
+        """
+        own = self._governor.reading
+        if own.budget_bytes is None:
+            return own
+        others = (
+            each._governor.reading.budget_bytes
+            for each in list(_living)
+            if each is not self
+            and each.is_watching
+            and each._keeper.memory_name == self._keeper.memory_name
+        )
+        least = _least(own.budget_bytes, *others)
+        return own if least == own.budget_bytes else Reading(least, ANOTHERS)
+
+
+def _least(*budgets: int | None) -> int | None:
+    return min((each for each in budgets if each is not None), default=None)

@@ -82,4 +82,5 @@ class StepCounters(Resumable):
             plan.micro_batch,
             self._capture.stats.evicted_bytes,
             self._release.count.released,
+            swapped_bytes=self.memory.swapped_bytes(),
         )

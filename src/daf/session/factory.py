@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from daf.budget.limits import bounds_of
-from daf.budget.request import Budget
+from daf.budget.request import Budget, Scope
 from daf.capture.capture import Capture
 from daf.core.units import parse_optional_bytes
 from daf.memory.domain import MemoryDomain, ProcessMemory, keeper_of
@@ -24,6 +24,7 @@ from daf.sensitivity.result import Sensitivity
 from daf.sensitivity.tracker import SensitivityTracker
 from daf.session.arguments import (
     allowed_treatments,
+    checked_scope,
     checked_tolerance,
     fixed_policy,
     may_fuse,
@@ -74,6 +75,7 @@ def make_parts(
     sensitivity: Sensitivity | bool,
     rollback: Path | bool,
     host_bytes: str | int | None,
+    scope: Scope,
 ) -> SessionParts:
     """Return a session's parts; arguments and errors are its own; the budget bounds ``memory``."""
     host, has_budget = host_options(model, host_bytes), budget is not None
@@ -86,12 +88,17 @@ def make_parts(
     release = GradientRelease(release_gradients, model, optimizer, capture.parameter_reads)
     gradient = GradientStep(model, optimizer, capture, release, keeper)
     tolerance = checked_tolerance(tolerance)
-    selector = PlanSelector(Constraints(policy_name(bits, policy), tolerance))
+    name = policy_name(bits, policy, has_budget=has_budget)
+    selector = PlanSelector(Constraints(name, tolerance))
     tracker = SensitivityTracker(model, optimizer, keeper, sensitivity)
     noise = NoiseController(tracker, selector, capture, tolerance, memory)
     counters = StepCounters(capture, memory, release)
     budget_controller = BudgetController(
-        budget, keeper, capture.release_scratch, bounds=bounds_of(memory)
+        budget,
+        keeper,
+        capture.release_scratch,
+        bounds=bounds_of(memory),
+        scope=checked_scope(scope, memory),
     )
     make_profiler = partial(
         Profiler,

@@ -195,6 +195,7 @@ class PlanController(Resumable):
 
     def tighter(self, plan: Plan) -> Plan | None:
         """Adopt and return the next tighter plan, parameters untouched; None if none is known."""
+        self.budget_controller.follow()
         if not self.is_planned or self.budget_bytes is None:
             return None
         self.keeper.spare_more_bytes = 0  # a tighter plan is known to fit
@@ -254,11 +255,17 @@ class PlanController(Resumable):
         self.selector.refuse_splitting(reason)
         return self._replan(self.budget_bytes)
 
-    def refusal(self) -> BudgetError:
-        """Return the error to raise when no plan can hold the step."""
-        profiles, budget_bytes = self.selector.profiles, self.budget_bytes
-        assert profiles is not None
-        assert budget_bytes is not None
+    def has_room_again(self, plan: Plan) -> bool:
+        """True if the budget was lifted or raised while memory was refused, so that a plan fits."""
+        budget_bytes = self.budget_bytes
+        fits = budget_bytes is None or plan.predicted_peak_bytes <= budget_bytes
+        return fits and self.budget_controller.has_risen
+
+    def refusal(self) -> BudgetError | None:
+        """Return the error to raise when no plan can hold the step; None without a budget."""
+        profiles, budget_bytes = self.selector.profiles, self.budget_controller.lowest_bytes
+        if profiles is None or self.budget_bytes is None or budget_bytes is None:
+            return None
         missing = budget_bytes + self.keeper.missing_bytes
         least = max(self.selector.least_bytes(), missing)
         return BudgetError(planner.refusal(profiles.own, budget_bytes, least), least)

@@ -28,7 +28,7 @@ class SessionReadings:
 
     @property
     def budget_history(self) -> list[BudgetChange]:
-        """Every budget that was in force, with the reason and the bytes evicted at once."""
+        """The last 1,000 budgets in force, with their reasons and the bytes evicted at once."""
         return list(self._budget_controller.history)
 
     @property

@@ -7,18 +7,23 @@ under the tightest plan, then goes on with the fastest plan that fits. ``factory
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from daf.budget.request import Budget
+from daf.budget.request import Budget, Scope
+from daf.core.errors import BudgetError, ClosedSessionError
 from daf.core.plan import Plan
 from daf.core.step_report import StepReport
 from daf.core.units import parse_optional_bytes
+from daf.memory.owners import owners
 from daf.offload.spill import SpillOptions
+from daf.planning.policies import strategy_named
 from daf.profiling.model_memory import parameter_bytes
 from daf.sensitivity.result import Sensitivity
 from daf.session.arguments import Operators, asked_memory, refuse_budget_elsewhere
@@ -31,6 +36,7 @@ from daf.step.gradient_release import ReleaseMode
 from daf.step.microbatch import LossFunction
 from daf.step.proof_key import proof_key
 from daf.step.splitting import Split, Splitting
+from daf.torch_compat.function_modes import modes_restored
 
 
 class Session(SessionReadings):
@@ -86,6 +92,9 @@ class Session(SessionReadings):
             usual ones), return once to the last good state with wider codes; the second time is an
             error. ``StepReport.rolled_back_to`` reports it. The state is written to this file
             (True: a temporary one) every 100 steps.
+        scope: "process" bounds this process. "tree" bounds its child processes with it (the workers
+            of a data loader, say): what only they hold is subtracted as it grows. They themselves
+            are never limited.
         host_bytes: for a model on a GPU, most bytes of pinned host memory for codes, as bytes or
             ``"4GB"``; None: none. Codes leave the GPU beside the computation, packed there or by
             the CPU as measured rates say, and return before backward needs them. Under a budget the
@@ -97,10 +106,10 @@ class Session(SessionReadings):
         PoolFullError: ``pool_bytes`` was given, and the system grants no addresses.
         PlatformError: a budget for a model on several devices, or on one whose memory cannot be
             bounded; ``host_bytes`` for a model on the CPU.
-        UnknownNameError: no policy has the name ``policy``.
+        UnknownNameError: no policy has the name ``policy``, or, under a budget, these ``bits``.
         ValueError: ``bits`` names no policy; ``bits`` and ``policy`` together; a negative
             tolerance; ``fused`` under a budget; ``host_bytes`` where nothing would be sent;
-            ``split`` or ``operators`` of another value.
+            ``split``, ``operators`` or ``scope`` of another value.
     """
 
     def __init__(
@@ -125,11 +134,14 @@ class Session(SessionReadings):
         sensitivity: Sensitivity | bool = True,
         rollback: Path | bool = False,
         host_bytes: str | int | None = None,
+        scope: Scope = "process",
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         memory = asked_memory(model, budget)
-        self.baseline_bytes = baseline_bytes or max(0, memory.held_bytes() - parameter_bytes(model))
+        if baseline_bytes is None:
+            baseline_bytes = max(0, memory.held_bytes() - parameter_bytes(model))
+        self.baseline_bytes = baseline_bytes
         self._seed = seed
         self._splitting = Splitting(split, batch_dim)
         self._proven_for: str | None = None
@@ -152,9 +164,13 @@ class Session(SessionReadings):
             sensitivity=sensitivity,
             rollback=rollback,
             host_bytes=host_bytes,
+            scope=scope,
         )
         super().__init__(parts)
         self._evaluation = Evaluation(model, self._splitting, parts.keeper)
+        self._is_closed = False
+        # One that is forgotten unset all it had set; its search must end too.
+        weakref.finalize(self, parts.plan_controller.selector.give_up_search)
         memory.reset_peak()
 
     def __enter__(self) -> Session:
@@ -164,11 +180,44 @@ class Session(SessionReadings):
         self.close()
 
     def close(self) -> None:
-        """Undo what was set in the process (see ``settings``), and stop watching limits."""
-        self._plan_controller.selector.give_up_search()
-        self._budget_controller.close()
-        self._keeper.close()
-        self._runner.rollback.close()
+        """Undo what was set in the process (see ``settings``), and stop watching limits.
+
+        Waits for a step that another thread runs. No step can follow. A session that is collected
+        undoes the same.
+        """
+        self._is_closed = True
+        with owners.turn, ExitStack() as parts:  # each is closed, whatever interrupts another
+            parts.callback(self._runner.rollback.close)
+            parts.callback(self._keeper.retire)
+            parts.callback(self._budget_controller.close)
+            parts.callback(self._plan_controller.selector.give_up_search)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for other threads' sessions; leave PyTorch's modes as found, if interrupted too.
+
+        Raises:
+            ClosedSessionError: the session was closed.
+        """
+        with owners.turn, modes_restored():
+            self._refuse_if_closed()
+            self._keeper.begin_step()
+            try:
+                yield
+            except BudgetError as error:
+                if self._budget_controller.is_anothers:
+                    error.add_note(
+                        "daf: another session of this process has this budget, which bounds both; "
+                        "close it, or raise its budget too"
+                    )
+                raise
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise ClosedSessionError(
+                "asked a session to go on after it was closed; make another over the same model "
+                "and optimizer, with load_state_dict(old.state_dict()) to keep its plan"
+            )
 
     @property
     def budget(self) -> Budget:
@@ -180,6 +229,7 @@ class Session(SessionReadings):
         Raises:
             UnitError: the value is no budget; the one before stays.
             PlatformError: the model is where this session bounds nothing.
+            UnknownNameError: the session's ``bits`` are none that plans under a budget know.
         """
         return self._budget_controller.asked
 
@@ -187,6 +237,7 @@ class Session(SessionReadings):
     def budget(self, value: Budget) -> None:
         if value is not None:
             refuse_budget_elsewhere(self.model, self._runner.counters.memory)
+            strategy_named(self._plan_controller.selector.constraints.policy)
         self._budget_controller.ask(value)
 
     @property
@@ -199,7 +250,7 @@ class Session(SessionReadings):
 
     @budget_bytes.setter
     def budget_bytes(self, value: int | None) -> None:
-        self.budget = value
+        self.budget = parse_optional_bytes(value)
 
     @property
     def pool_bytes(self) -> int | None:
@@ -231,14 +282,17 @@ class Session(SessionReadings):
 
         Raises:
             BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
+            ClosedSessionError: the session was closed.
         """
-        return self._plan_controller.prepare(self._context(batch, loss_fn), on_progress)
+        with self._turn():
+            return self._plan_controller.prepare(self._context(batch, loss_fn), on_progress)
 
     def step(self, batch: Any, loss_fn: LossFunction) -> StepReport:
         """Train one step: the gradient of the mean loss over the batch, then the optimizer.
 
         A batch with more bytes than any before it is profiled and planned for anew, and so is one
-        of another structure, or under another loss function.
+        of another structure, or under another loss function. Sessions of several threads take
+        turns: a loss function must not wait for another thread's step.
 
         Args:
             batch: any nest of tensors, or any object. What cannot be cut into examples runs whole.
@@ -247,13 +301,15 @@ class Session(SessionReadings):
         Raises:
             DataError: the batch has no such dimension as ``batch_dim`` says.
             BudgetError: the budget cannot hold the step.
+            ClosedSessionError: the session was closed.
             PoolFullError: ``pool_bytes`` cannot hold the codes, and no tighter plan is known.
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
             ReleaseRefusedError: gradients must be released, and something needs them later.
             CommittedStepError: backward failed after parameters had been updated.
             DivergedError: with ``rollback``, the run diverged again, or codes cannot be wider.
         """
-        return self._runner.run(self._context(batch, loss_fn))
+        with self._turn():
+            return self._runner.run(self._context(batch, loss_fn))
 
     def evaluate(self, batch: Any, fn: LossFunction) -> Any:
         """Return ``fn(model, batch)`` without gradients, within the budget between steps.
@@ -269,9 +325,11 @@ class Session(SessionReadings):
         Raises:
             DataError: the batch has no such dimension as ``batch_dim`` says.
             BudgetError: the budget does not hold the whole, or the smallest part that is proven.
+            ClosedSessionError: the session was closed.
             SplitError: the parts' results do not join, as those of a few examples did.
         """
-        return self._evaluation.run(batch, fn, self.budget_bytes)
+        with self._turn():
+            return self._evaluation.run(batch, fn, self.budget_bytes)
 
     def _context(self, batch: Any, loss_fn: LossFunction) -> StepContext:
         if self._proven_for is None or self._is_resumed:
@@ -306,8 +364,10 @@ class Session(SessionReadings):
         PyTorch or DAF are others than proofs were taken for.
 
         Raises:
+            ClosedSessionError: the session was closed.
             ValueError: the plan's codes wait in host memory, and this session has none.
         """
+        self._refuse_if_closed()
         self._seed = state["seed"]
         self._splitting.load_state_dict(state["splitting"])
         self._proven_for = state["proven_for"]

@@ -39,6 +39,7 @@ _Refusal = TypeVar("_Refusal", bound=Exception)
 # What an operator with deferred results may cause: no second derivative, or NaN read by native code
 # that no function mode sees.
 _BY_DEFERRING = (DoubleBackwardError, NonFiniteLossError)
+MOST_CHANCES = 3  # of one plan in a step, while its budget falls and rises again
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,15 @@ class StepRetries:
         snapshot = StepSnapshot(self.capture.model, context.loss_fn)
         is_planned = self.plan_controller.is_planned
         fallen_back = len(self.capture.fallen_back())
+        chances = MOST_CHANCES
         while True:
             self.capture.bound_spilling(self.plan_controller.bound(plan))
             try:
                 found = self._attempt(context, plan, snapshot, planned=is_planned)
+            except (KeyboardInterrupt, SystemExit):
+                if not self.gradient.release.committed:
+                    self._clear_away(snapshot)
+                raise
             finally:
                 self.capture.bound_spilling(None)
             if isinstance(found, float):
@@ -109,11 +115,15 @@ class StepRetries:
                 if fallen_back == before:
                     raise found
                 continue  # the place runs otherwise from now on
+            if chances and self.plan_controller.has_room_again(plan):
+                chances -= 1
+                continue
             tighter = self.plan_controller.tighter(plan) if is_planned else None
             if tighter is None:
-                if not is_planned or isinstance(found, PoolFullError):
+                refusal = self.plan_controller.refusal()
+                if not is_planned or refusal is None or isinstance(found, PoolFullError):
                     raise found
-                raise self.plan_controller.refusal() from found
+                raise refusal from found
             plan = tighter
 
     def _attempt(

@@ -83,7 +83,7 @@ class _Run:
     _evaluations: list[dict[str, Any]] = field(default_factory=list)
     _rollbacks: list[dict[str, Any]] = field(default_factory=list)
     _reported_refusal: str = ""
-    _reported_budgets: int = 0
+    _reported_s: float = -math.inf  # of the last change of the budget
     _warnings: list[str] = field(default_factory=list)
     _kept: tuple[int, int] | None = None  # steps and evaluations in the last checkpoint
     _is_resumed: bool = False
@@ -252,9 +252,10 @@ class _Run:
 
     def _budget_changes(self) -> tuple[dict[str, Any], ...]:
         """Return the budget's changes since the last call; the first budget is no change."""
-        new = self.job.session.budget_history[self._reported_budgets :]
-        moved = bool(self._reported_budgets)
-        self._reported_budgets += len(new)
+        history = self.job.session.budget_history
+        new = [each for each in history if each.time_s > self._reported_s]
+        moved = math.isfinite(self._reported_s)
+        self._reported_s = history[-1].time_s
         changes = [
             each.as_dict() | {"time_s": self.memory.note_budget(each.time_s, each.budget_bytes)}
             for each in new

@@ -63,9 +63,9 @@ class Worker {
     const int bits = 1 + int(random_() % 8), minimum = 1 + int(random_() % bits);
     double importance[8];
     for (double& each : importance) each = double(random_() % 5);
-    const uint64_t count = random_() % 100000;
-    const uint64_t handle =
-        pool_.allocate({count, bits, minimum, random_() % 2 == 0, importance, mark_});
+    Request request{random_() % 100000, bits, minimum, random_() % 2 == 0, importance, mark_};
+    request.page_bytes = uint64_t(256) << 2 * (random_() % 4);  // if nothing lives just now
+    const uint64_t handle = pool_.allocate(request);
     for_each_page(pool_.pin(handle),
                   [&](uint8_t* page) { std::memset(page, mark_, pool_.page_bytes()); });
     pool_.unpin(handle);
@@ -108,6 +108,27 @@ class Worker {
   std::vector<uint64_t> tensors_;
 };
 
+// The pool is empty again and again, and its pages change size between any two tensors.
+void resize(int operations, uint64_t seed) {
+  Pool pool({uint64_t(1) << 32, 4096, no_cap, 0, false, true});
+  std::atomic<int> working{threads};
+  std::vector<std::thread> running;
+  for (int i = 1; i <= threads; ++i)
+    running.emplace_back([&, i] {
+      for (int done = 0; done < operations && good; ++done)
+        Worker(pool, seed + i + uint64_t(done), uint8_t(i)).work(2);
+      --working;
+    });
+  running.emplace_back([&] {
+    while (working)
+      for (const uint64_t page_bytes : {32, 1 << 20}) pool.set_page_bytes(page_bytes);
+  });
+  for (std::thread& each : running) each.join();
+  pool.set_cap(no_cap);
+  expect(pool.is_sound(), "the parts of the pool disagree");
+  expect(pool.statistics().live_pages == 0, "pages are left");
+}
+
 void stress(uint64_t page_bytes, int operations, uint64_t seed) {
   Pool pool({uint64_t(1) << 32, page_bytes, no_cap, 0, false, true});
   std::vector<std::thread> running;
@@ -127,6 +148,7 @@ int main(int, char** arguments) {
   const int operations = std::atoi(arguments[1]) / (3 * threads);
   for (const uint64_t page_bytes : {256, 4096, 16384})
     stress(page_bytes, operations, std::strtoull(arguments[2], nullptr, 10));
+  resize(operations / 10, std::strtoull(arguments[2], nullptr, 10));
   if (good) std::puts("ok");
   return good ? 0 : 1;
 }

@@ -1,0 +1,47 @@
+"""Ctrl-C at a chosen line of DAF's own code, where a signal could come as well."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+# What undoes the traces of interrupts has no net beneath it.
+_SPARED = ("function_modes.py",)
+
+
+class InterruptedAt:
+    """Raises KeyboardInterrupt at the n-th line of DAF's that this thread runs inside."""
+
+    def __init__(self, line: int) -> None:
+        self._left = line
+
+    def __enter__(self) -> InterruptedAt:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        name = frame.f_code.co_filename
+        if "/daf/" not in name or name.endswith(_SPARED) or _is_finalizing(frame):
+            return None
+        return self._line
+
+    def _line(self, _frame: FrameType, event: str, _argument: Any) -> Any:
+        if event == "line":
+            self._left -= 1
+            if self._left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._line
+
+
+def _is_finalizing(frame: FrameType | None) -> bool:
+    """True inside ``__del__``: Python drops what is raised there, an interrupt too."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False

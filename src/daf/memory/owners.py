@@ -1,0 +1,236 @@
+"""The owners of what is set in the process, and the settings that follow from all of them.
+
+PyTorch's redirected allocations, the account's limit and cap, the hook that makes room, and glibc's
+thresholds exist once in a process. Sessions, allocators and ``track`` begin and end in any order,
+on any thread. So none of them sets anything: each states in a ``Claim`` what it asks, and
+``settle`` puts the strictest of all living claims in force. It compares with what is in force, so a
+change that was interrupted half-way is completed by the next. A forked child has no claims.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from daf._native import allocator as native
+from daf.core.errors import PlatformError
+from daf.memory import glibc
+
+MakeRoom = Callable[[int], int]  # frees at least so many bytes if it can, returns how many
+
+# One lock for the process's one account. A fork takes it, or the child could find it held by a
+# thread that it does not have.
+account_lock = threading.RLock()
+
+
+@dataclass(eq=False, slots=True)
+class Claim:
+    """What one owner asks of the process (bytes; None: nothing); ``settle`` follows a change.
+
+    ``budget_bytes``: of the whole process, from which ``limit_bytes``, the account's, follows;
+    ``spare_bytes`` less than usual. ``expected_bytes``: freed blocks make way beyond it, until more
+    is needed. ``lifted``: while above 0, no limit is in force. ``make_room``: called at the limit;
+    ``limit_by_pages``: then computes the limit anew, if the rest of the process has shrunk since.
+    ``must_finish``: nothing may be refused; ``overrun_bytes`` counts what passes all limits then.
+    ``missing_bytes``: by which the last refused allocation passed the limit.
+    """
+
+    redirects: bool = False  # PyTorch's allocations pass the account
+    returns_freed_blocks: bool = False  # glibc's, at once
+    cap_bytes: int | None = None
+    budget_bytes: int | None = None
+    spare_bytes: int = 0
+    limit_bytes: int | None = None
+    expected_bytes: int | None = None
+    make_room: MakeRoom | None = None
+    limit_by_pages: Callable[[Claim], int | None] | None = None
+    lifted: int = 0
+    must_finish: bool = False
+    overrun_bytes: int = 0
+    missing_bytes: int = 0
+    owner: weakref.ref[object] | None = None  # the claim ends with it
+
+    @property
+    def is_orphaned(self) -> bool:
+        """True if its owner was collected."""
+        return self.owner is not None and self.owner() is None
+
+
+class Owners:
+    """The living claims of one process; any thread may call."""
+
+    def __init__(self) -> None:
+        self._claims: dict[Claim, None] = {}  # in order of entering
+        self._changes = 0
+        # Held by a session while it measures, plans and steps. The process has one peak, one limit
+        # and one global random state, so that sessions of several threads take turns.
+        self.turn = threading.RLock()
+
+    def __contains__(self, claim: Claim) -> bool:
+        return claim in self._claims
+
+    def enter(self, claim: Claim) -> None:
+        """Put a claim in force; does nothing if it is.
+
+        Raises:
+            PlatformError: it redirects allocations, which this system cannot do.
+        """
+        with account_lock:
+            self._claims[claim] = None
+            try:
+                self.settle()
+            except PlatformError:
+                self.leave(claim)
+                raise
+
+    def leave(self, claim: Claim) -> None:
+        """End a claim; what the others ask stays in force, or nothing."""
+        with account_lock:
+            self._claims.pop(claim, None)
+            self.settle()
+
+    def leave_with(self, owner: object, claim: Claim) -> None:
+        """End a claim when its owner is collected. ``claim`` must not refer to ``owner``."""
+        claim.owner = weakref.ref(owner)  # if the next line's call is interrupted
+        weakref.finalize(owner, self.leave, claim).atexit = False  # what is set ends with a process
+
+    def settle(self) -> None:
+        """Put in force what the living claims ask."""
+        with account_lock:
+            self._changes += 1
+            done = 0
+            while done != self._changes:  # a collection in here may end claims
+                done = self._changes
+                for claim in [*self._claims]:
+                    if claim.is_orphaned:
+                        self._claims.pop(claim, None)
+                self._apply([*self._claims])
+
+    def living(self) -> list[Claim]:
+        """Return all claims, the oldest first."""
+        return [*self._claims]
+
+    def forget(self) -> None:
+        """End all claims, in the child of a fork: what bounds the parent is no business of it."""
+        self._claims.clear()
+        self.turn = threading.RLock()  # another thread of the parent may hold it
+        self.settle()
+
+    def _apply(self, claims: list[Claim]) -> None:
+        redirects = any(claim.redirects for claim in claims)
+        if redirects and not native.is_installed():
+            problem = native.install()
+            if problem:
+                raise cannot_redirect(problem)
+        native.set_cap(_least(claim.cap_bytes for claim in claims))
+        expected = _least(claim.expected_bytes for claim in claims)
+        limit = _limit_of(claims)
+        native.set_limit(None if limit is None else _least((limit, expected)))
+        native.set_reclaim(self._make_room if redirects else None)
+        glibc.return_freed_blocks(any(claim.returns_freed_blocks for claim in claims))
+        if not redirects and native.is_installed():
+            native.remove()
+
+    def _make_room(self, missing_bytes: int) -> int:
+        """Free memory for an allocation at the limit, on its thread; returns bytes, 0: refused."""
+        with account_lock:
+            claims = [*self._claims]
+            limit, in_force = _limit_of(claims), native.settings()[1]
+            if limit is None or (in_force is not None and in_force < limit):
+                for claim in claims:
+                    claim.expected_bytes = None
+                self.settle()
+                return missing_bytes
+        returned = 0
+        for claim in reversed(claims):
+            if returned < missing_bytes and claim.make_room is not None:
+                returned += claim.make_room(missing_bytes - returned)
+        return (
+            returned
+            or self._regained(claims, missing_bytes)
+            or self._overrun(claims, missing_bytes)
+        )
+
+    def _regained(self, claims: list[Claim], missing_bytes: int) -> int:
+        """Raise limits by what the rest of the process gave back since, if that suffices."""
+        with account_lock:
+            limit, before = _limit_of(claims), [claim.limit_bytes for claim in claims]
+            for claim in claims:
+                if claim.limit_by_pages is not None:
+                    claim.limit_bytes = claim.limit_by_pages(claim)
+            found = _limit_of(claims)
+            if limit is not None and found is not None and found - limit >= missing_bytes:
+                self.settle()
+                return missing_bytes
+            for claim, limit_bytes in zip(claims, before, strict=True):
+                claim.limit_bytes = limit_bytes
+        return 0
+
+    def _overrun(self, claims: list[Claim], missing_bytes: int) -> int:
+        with account_lock:
+            for claim in claims:
+                if claim.must_finish:
+                    claim.overrun_bytes += missing_bytes
+                    self.settle()
+                    return missing_bytes
+                claim.missing_bytes = missing_bytes
+        return 0
+
+
+def cannot_redirect(problem: str) -> PlatformError:
+    """Return the error where allocations cannot be redirected."""
+    return PlatformError(
+        f"asked to recycle PyTorch's CPU memory; found: {problem}; without it, train as before or "
+        "let glibc return freed blocks (``owning(Claim(returns_freed_blocks=True))``)"
+    )
+
+
+def _limit_of(claims: list[Claim]) -> int | None:
+    """Return the limit of all; None: no limit, or one that is lifted."""
+    limit = _least(claim.limit_bytes for claim in claims)
+    if limit is None or any(claim.lifted for claim in claims):
+        return None
+    return limit + sum(claim.overrun_bytes for claim in claims)
+
+
+def _least(values: Iterable[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+owners = Owners()  # of this process
+
+
+@contextmanager
+def owning(claim: Claim) -> Iterator[Claim]:
+    """Hold a claim inside.
+
+    Raises:
+        PlatformError: as ``Owners.enter``.
+    """
+    try:
+        owners.enter(claim)
+        yield claim
+    finally:
+        owners.leave(claim)
+
+
+def _after_fork_in_child() -> None:
+    try:
+        owners.forget()
+    finally:
+        account_lock.release()
+
+
+# Threads may allocate while the interpreter exits.
+atexit.register(native.set_reclaim, None)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=account_lock.acquire,
+        after_in_parent=account_lock.release,
+        after_in_child=_after_fork_in_child,
+    )
