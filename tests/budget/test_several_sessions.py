@@ -217,6 +217,23 @@ def test_an_interrupted_first_step_can_be_repeated(place: int) -> None:
         assert is_right(session, batch)
 
 
+def test_gradients_of_a_step_interrupted_before_its_update_are_not_the_user_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = rows(512)
+    with session_for(tight()) as session:
+        session.step(batch, cross_entropy)
+
+        def interrupted(_needed_bytes: int = 0) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(session._keeper, "unbounded", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.step(batch, cross_entropy)
+        assert is_right(session, batch)
+
+
 def once(change: Callable[[], None], undo: Callable[[], None]) -> Callable[..., Tensor]:
     """A loss around whose first forward pass the budget changes."""
     first = threading.Lock()  # a retry restores simpler things that a loss closes over

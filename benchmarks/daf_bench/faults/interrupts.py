@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import sys
+from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,13 +32,23 @@ class InterruptedAt:
             return None
         return self._line
 
-    def _line(self, _frame: FrameType, event: str, _argument: Any) -> Any:
-        if event == "line":
+    def _line(self, frame: FrameType, event: str, _argument: Any) -> Any:
+        if event == "line" and frame.f_lineno not in _with_lines(frame.f_code.co_filename):
             self._left -= 1
-            if self._left == 0:
+            if self._left <= 0:
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self._line
+
+
+@cache
+def _with_lines(name: str) -> frozenset[int]:
+    """Return the lines of ``with`` statements: leaving one is a line too, where no signal comes."""
+    found: set[int] = set()
+    for node in ast.walk(ast.parse(Path(name).read_text())):
+        if isinstance(node, ast.With):
+            found.update(range(node.lineno, node.body[0].lineno))
+    return frozenset(found)
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:

@@ -37,14 +37,16 @@ MOST_LINES = 30_000  # of DAF's in a first step
 ROOMS_MB = (70, 90, 140, 400)  # above what the process holds; a whole step takes 90
 RELATIVE_ERROR = 1e-3  # parts of a batch add up in another order
 PATIENCE_S = 20.0
+REFUSED = "can't allocate memory"  # PyTorch's words
 Batch = tuple[Tensor, Tensor]
 
 
 def run_sequences(count: int, seed: int) -> dict[str, int]:
     """Run ``count`` sequences; return how often each thing was tried, and what differed.
 
-    ``sequences_tried``, ``steps_tried``, ``interrupts_tried`` and so on; ``differences`` from the
-    model of the process, ``gradients_wrong``, ``errors`` (unexpected exceptions) and ``hangs``.
+    ``sequences_tried``, ``steps_tried``, ``interrupts_tried`` and so on; ``refused``: memory, as it
+    must be sometimes. ``differences`` from the model of the process, ``gradients_wrong``,
+    ``errors`` (unexpected exceptions) and ``hangs`` are what must not be.
     """
     counts: Counter[str] = Counter(
         sequences_tried=0, differences=0, gradients_wrong=0, errors=0, hangs=0
@@ -200,7 +202,10 @@ class _Sequence:
             raise
         except MemoryError:  # a budget that other sessions, or this step, have outgrown
             self._counts["refused"] += 1
-        except Exception as error:  # whatever it is, it must not be
+        except Exception as error:  # whatever else it is, it must not be
+            if REFUSED in str(error):  # a session without a budget, under another's
+                self._counts["refused"] += 1
+                return
             self._counts["errors"] += 1
             print(f"{operation.__name__}: {type(error).__name__}: {error}", file=sys.stderr)
 
@@ -210,7 +215,9 @@ class _Sequence:
         """Compare the process with what lives."""
         held = [each for each in self._sessions if each.settings]
         limits = [each for each in self._track_limits if each is not None]
-        budgets = [each.budget_bytes for each in held if each.budget_bytes is not None]
+        # A session bounds the process once it has a plan.
+        planned = [each.budget_bytes for each in held if each.plan is not None]
+        budgets = [each for each in planned if each is not None]
         limit = native.settings()[1]
         self._differ(native.is_installed() != bool(held or self._tracks), f"{after}: redirected")
         self._differ(glibc.returns_freed_blocks() != bool(held), f"{after}: glibc's thresholds")

@@ -142,7 +142,7 @@ class Keeper(ABC):
         finally:
             self._change_unbounded(lifted)
 
-    def begin_step(self) -> None:
+    def restore_bound(self) -> None:
         """Bound again what a step that was interrupted may have left unbounded."""
         self._change_unbounded(None)
 

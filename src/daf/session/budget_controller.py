@@ -134,6 +134,7 @@ class BudgetController:
         if self._watcher is not None:
             self._watcher.close()
             self._watcher = None
+            self._tell_others()
 
     def watch(self) -> None:
         """Start a thread that looks at the limits, where there are any to follow."""
@@ -143,6 +144,7 @@ class BudgetController:
             return
         triggers = open_triggers(self._system) if self._governor.follows_pressure else []
         self._watcher = Watcher(self.look, triggers)
+        self._tell_others()
 
     def look(self, urgent: bool) -> float:
         """Refresh and act, on the watcher's thread; return the seconds until the next look."""
@@ -169,6 +171,7 @@ class BudgetController:
             change = BudgetChange(time.perf_counter(), budget_bytes, reason, evicted)
             self.history.append(change)
             del self.history[:-MOST_CHANGES]
+        self._tell_others()
 
     def _reading(self) -> Reading:
         """Return the governor's reading, or the budget of another session if that is lower.
@@ -178,15 +181,18 @@ class BudgetController:
         own = self._governor.reading
         if own.budget_bytes is None:
             return own
-        others = (
-            each._governor.reading.budget_bytes
-            for each in list(_living)
-            if each is not self
-            and each.is_watching
-            and each._keeper.memory_name == self._keeper.memory_name
-        )
-        least = _least(own.budget_bytes, *others)
+        others = (each for each in self._others() if each.is_watching)
+        least = _least(own.budget_bytes, *(e._governor.reading.budget_bytes for e in others))
         return own if least == own.budget_bytes else Reading(least, ANOTHERS)
+
+    def _tell_others(self) -> None:
+        """Let what this budget leaves act at once; each one's own changes once at most."""
+        for each in self._others():
+            each._act()
+
+    def _others(self) -> list[BudgetController]:
+        name = self._keeper.memory_name
+        return [e for e in list(_living) if e is not self and e._keeper.memory_name == name]
 
 
 def _least(*budgets: int | None) -> int | None:

@@ -201,7 +201,7 @@ class Session(SessionReadings):
         """
         with owners.turn, modes_restored():
             self._refuse_if_closed()
-            self._keeper.begin_step()
+            self._keeper.restore_bound()
             try:
                 yield
             except BudgetError as error:
@@ -211,6 +211,8 @@ class Session(SessionReadings):
                         "close it, or raise its budget too"
                     )
                 raise
+            finally:
+                self._keeper.restore_bound()
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:

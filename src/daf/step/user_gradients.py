@@ -41,16 +41,17 @@ class UserGradients:
             parameter.grad = None
         try:
             yield bool(users)
+            with torch.no_grad():
+                for parameter, grad in users.items():
+                    own = parameter.grad
+                    parameter.grad = grad if own is None else grad.add_(own)
+            self.note_left()  # an interrupt may come before the update
         except BaseException:
             for parameter, _ in self._with_gradients():
                 parameter.grad = None
             for parameter, grad in users.items():
                 parameter.grad = grad
             raise
-        with torch.no_grad():
-            for parameter, grad in users.items():
-                own = parameter.grad
-                parameter.grad = grad if own is None else grad.add_(own)
 
     def note_left(self) -> None:
         """Note the gradients that the step leaves, which the next one clears."""
