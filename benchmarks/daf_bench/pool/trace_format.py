@@ -89,10 +89,17 @@ class RecordedPool:
         return getattr(self._native, name)
 
     def allocate(
-        self, count: int, bits: int, minimum: int, headers: bool, values: list[float], tag: int
+        self,
+        count: int,
+        bits: int,
+        minimum: int,
+        headers: bool,
+        values: list[float],
+        tag: int,
+        page_bytes: int = 0,
     ) -> int:
         """Allocate planes, pinned once."""
-        handle: int = self._native.allocate(count, bits, minimum, headers, values, tag)
+        handle: int = self._native.allocate(count, bits, minimum, headers, values, tag, page_bytes)
         self._pins[handle] = 1
         event = {"op": "planes", "id": handle}
         self._writer(event | planes_event(count, bits, minimum, values, headers, tag))
@@ -114,9 +121,9 @@ class RecordedPool:
                 del self._pins[handle]
                 self._writer({"op": "seal", "id": handle})
 
-    def release(self, handle: int) -> None:
+    def release(self, handle: int, even_pinned: bool = False) -> None:
         """Free a tensor."""
-        self._native.release(handle)
+        self._native.release(handle, even_pinned)
         self._writer({"op": "free", "id": handle})
 
     def set_cap(self, cap_bytes: int | None) -> Any:
