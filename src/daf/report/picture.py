@@ -65,7 +65,8 @@ def _draw_lines(axes: Any, chart: LineChart) -> None:
     for shade in chart.named_shades():
         across = axes.get_xaxis_transform()  # x in seconds, y from 0 to 1
         middle = (shade.start + shade.end) / 2
-        axes.text(middle, 0.02, shade.name, transform=across, ha="center", color=QUIET)
+        name = axes.text(middle, 0.02, shade.name, transform=across, ha="center", color=QUIET)
+        name.set_in_layout(False)  # long names beside narrow shades would leave no room for axes
     named: dict[str, Any] = {}
     for series in chart.series:
         faint, colour = "faint " in series.style, _COLOURS[series.style.removeprefix("faint ")]

@@ -93,8 +93,8 @@ class Evaluation:
             examples = min(size, max(_PROOF_EXAMPLES, 3 * cut.least))
             if self.splitting.split is False or examples < 2 * cut.least:
                 continue
-            some = cut.pick(batch, range(examples))
             try:
+                some = cut.pick(batch, range(examples))
                 whole = fn(self.model, some)
                 parts = _in_parts(self.model, some, fn, _Way(cut, examples - cut.least))
             except Exception as error:  # the user's own code may raise anything for a part
