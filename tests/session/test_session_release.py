@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -134,21 +135,6 @@ def test_after_the_first_update_the_step_is_finished_and_its_overrun_told() -> N
         assert "cut into 2 micro-batches" in session.release_refusal
 
 
-@pytest.mark.usefixtures("tighter_is_halved", "plans_release")
-def test_what_a_rehearsal_has_no_room_for_is_never_committed() -> None:
-    model = Model()
-    expected = plain_step(model)
-    with session_of(model, "auto") as session:
-        session.prepare(batch(), cross_entropy)
-        session._plan_controller.selector.first = None
-        model.in_backward[:] = [100 * MIB, 0]
-        session.budget_bytes = process_memory.resident_bytes() + 40 * MIB
-        report = session.step(batch(), cross_entropy)
-        assert (report.micro_batch, report.released_gradients, report.overrun_bytes) == (16, 0, 0)
-        for name, value in expected.items():
-            torch.testing.assert_close(model.state_dict()[name], value)
-
-
 @pytest.mark.usefixtures("plans_release")
 def test_a_budget_that_falls_before_the_first_update_leaves_the_step_uncommitted() -> None:
     model = Model()
@@ -200,10 +186,19 @@ def test_before_the_first_update_parameters_are_untouched_and_the_step_can_be_re
             assert torch.equal(model.state_dict()[name], value), name
 
 
-@pytest.mark.usefixtures("tighter_is_halved", "plans_release")
-def test_a_retry_that_must_cut_the_batch_releases_nothing() -> None:
+def early_without_norm() -> Model:
     model = Early()
     model.norm = nn.Identity()
+    return model
+
+
+@pytest.mark.usefixtures("tighter_is_halved", "plans_release")
+@pytest.mark.parametrize("make", [Model, early_without_norm])
+def test_a_rehearsal_without_room_commits_nothing_and_its_retry_releases_nothing(
+    make: Callable[[], Model],
+) -> None:
+    """Whether the room is missing after the first update would have come, or before."""
+    model = make()
     expected = plain_step(model)
     with session_of(model, "auto") as session:
         session.prepare(batch(), cross_entropy)

@@ -33,6 +33,26 @@ class Ended:
         return self.signal not in (0, signal.SIGALRM)
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one child: how much it tried, and after how much results were not plain's."""
+
+    tried: int
+    wrong: int
+
+
+def count_outcome(total: dict[str, int], ended: Ended, tried: str, expected: int) -> None:
+    """Add to ``crashes``, ``hangs``, ``wrong`` and what is ``tried``.
+
+    ``expected``: how much a child was to try that said nothing.
+    """
+    total["crashes"] += ended.crashed
+    total["hangs"] += ended.hung
+    told = isinstance(ended.value, Outcome)
+    total[tried] += ended.value.tried if told else expected
+    total["wrong"] += ended.value.wrong if told else not (ended.crashed or ended.hung)
+
+
 def in_child(work: Callable[[], Any], longest_s: int = LONGEST_S) -> Ended:
     """Run ``work`` in a fork of this process, and return how that ended.
 

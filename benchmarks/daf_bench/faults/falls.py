@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,7 +17,7 @@ import daf
 from daf.core.errors import DafError
 from daf.memory import RecyclingAllocator, stats
 from daf.memory.process_memory import resident_bytes
-from daf_bench.faults.children import Ended, in_child
+from daf_bench.faults.children import Outcome, count_outcome, in_child
 from daf_bench.faults.family import Step, digest, seeded
 from daf_bench.faults.refusals import all_families, answered, in_threads, plain_digest
 
@@ -27,14 +26,6 @@ _SESSION_SHARE = 0.04  # of the falls: a session measures and plans before the f
 _SESSION_ROOM_BYTES = 256 * 2**20
 
 Report = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Fallen:
-    """What came of one child's falls."""
-
-    tried: int
-    wrong: int
 
 
 def run_falls(count: int, seed: int, on_progress: Report = lambda *_: None) -> dict[str, int]:
@@ -55,22 +46,11 @@ def run_falls(count: int, seed: int, on_progress: Report = lambda *_: None) -> d
     total = dict.fromkeys(("falls_tried", "crashes", "hangs", "wrong"), 0)
     for place, (name, falls, work) in enumerate(_children(count, seed)):
         on_progress(name, min(count, place * _IN_ONE_CHILD), count)
-        _count(total, in_child(work), falls)
+        count_outcome(total, in_child(work), "falls_tried", falls)
     return total
 
 
-def _count(total: dict[str, int], ended: Ended, falls: int) -> None:
-    total["crashes"] += ended.crashed
-    total["hangs"] += ended.hung
-    if isinstance(ended.value, Fallen):
-        total["falls_tried"] += ended.value.tried
-        total["wrong"] += ended.value.wrong
-    else:
-        total["falls_tried"] += falls
-        total["wrong"] += not (ended.crashed or ended.hung)
-
-
-def _children(count: int, seed: int) -> Iterator[tuple[str, int, Callable[[], Fallen]]]:
+def _children(count: int, seed: int) -> Iterator[tuple[str, int, Callable[[], Outcome]]]:
     """Yield a name, a number of falls, and what tries them in a child."""
     draw = random.Random(seed)
     of_sessions = int(count * _SESSION_SHARE)
@@ -94,7 +74,7 @@ def _parts(count: int) -> list[int]:
     return [min(_IN_ONE_CHILD, count - first) for first in range(0, count, _IN_ONE_CHILD)]
 
 
-def _falls(make: Callable[[], Step], falls: int, expected: str, seed: int) -> Fallen:
+def _falls(make: Callable[[], Step], falls: int, expected: str, seed: int) -> Outcome:
     draw, wrong, longest_s = random.Random(seed), 0, 0.05
     step = make()
     with RecyclingAllocator() as allocator:
@@ -111,7 +91,7 @@ def _falls(make: Callable[[], Step], falls: int, expected: str, seed: int) -> Fa
             is_right = digest(step()) == expected
             longest_s = time.perf_counter() - start_s
             wrong += not is_right or found not in ("", expected)
-    return Fallen(falls, wrong)
+    return Outcome(falls, wrong)
 
 
 def _attempted(step: Step) -> str:
@@ -169,7 +149,7 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def _session_falls(falls: int, seed: int) -> Fallen:
+def _session_falls(falls: int, seed: int) -> Outcome:
     """Let a session's budget fall, in steps of ever other batch sizes, and restore it."""
     draw, wrong = random.Random(seed), 0
     torch.manual_seed(seed)
@@ -192,7 +172,7 @@ def _session_falls(falls: int, seed: int) -> Fallen:
             start_s = time.perf_counter()
             wrong += not _steps(session, 32)
             longest_s = time.perf_counter() - start_s
-    return Fallen(falls, wrong)
+    return Outcome(falls, wrong)
 
 
 def _batch(examples: int) -> tuple[Tensor, Tensor]:

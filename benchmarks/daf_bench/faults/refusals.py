@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from daf._native import allocator as native
 
 from daf.memory import RecyclingAllocator
-from daf_bench.faults.children import Ended, in_child
+from daf_bench.faults.children import Ended, Outcome, count_outcome, in_child
 from daf_bench.faults.family import Family, Step, digest, seeded
 from daf_bench.faults.operator_families import operator_families
 from daf_bench.faults.training_families import training_families
@@ -23,15 +22,6 @@ QUICK_FAMILIES = ("conv2d", "linear", "lstm", "gru", "fft", "cross entropy", "op
 _QUICK_SHARE = 8  # of the allocations, every so many
 
 Report = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """What came of one child: refusals tried, and those after which results were not plain's."""
-
-    tried: int = 0
-    absorbed: int = 0  # the step went on without the bytes, rightly
-    wrong: int = 0
 
 
 def all_families() -> dict[str, Family]:
@@ -79,7 +69,8 @@ def refuse_family(family: Family, seed: int, *, quick: bool = False) -> dict[str
         every = _QUICK_SHARE if quick else 1
         for refused in range(seed % every, requests, every):
             work = partial(_refuse, family, seed, expected, refused)
-            _count(found, in_child(partial(in_threads, threads, work)))
+            ended = in_child(partial(in_threads, threads, work))
+            count_outcome(found, ended, "refusals_tried", 1)
     return found
 
 
@@ -90,17 +81,6 @@ def answered(ended: Ended, family: Family) -> Any:
             f"{family.name} does not run plainly: signal {ended.signal} {ended.words}"
         )
     return ended.value
-
-
-def _count(found: dict[str, int], ended: Ended) -> None:
-    found["crashes"] += ended.crashed
-    found["hangs"] += ended.hung
-    if isinstance(ended.value, Refused):
-        found["refusals_tried"] += ended.value.tried
-        found["wrong"] += ended.value.wrong
-    else:
-        found["refusals_tried"] += 1
-        found["wrong"] += not (ended.crashed or ended.hung)
 
 
 def in_threads(threads: int, work: Callable[[], Any]) -> Any:
@@ -134,22 +114,21 @@ def _requests(family: Family, seed: int) -> int:
         return int(_MANY - native.refuse_after(-1))
 
 
-def _refuse(family: Family, seed: int, expected: str, refused: int) -> Refused:
+def _refuse(family: Family, seed: int, expected: str, refused: int) -> Outcome:
     """Refuse that request in the process's first step, and in a later one."""
     step = seeded(seed, family)
     with RecyclingAllocator():
-        outcomes = list(_outcomes(step, expected, refused))
-    return Refused(2, outcomes.count("absorbed"), outcomes.count("wrong"))
+        return Outcome(2, sum(_is_wrong(step, expected, refused) for _ in range(2)))
 
 
-def _outcomes(step: Step, expected: str, refused: int) -> Iterator[str]:
-    for _ in range(2):
-        native.refuse_after(refused)
-        try:
-            results = step()
-            native.refuse_after(-1)
-            outcome = "absorbed" if digest(results) == expected else "wrong"
-        except Exception:  # any will do; that it is one is what is asked
-            outcome = "raised"
+def _is_wrong(step: Step, expected: str, refused: int) -> bool:
+    """True if a step without those bytes, or the one after it, computes something else."""
+    native.refuse_after(refused)
+    try:
+        results = step()
         native.refuse_after(-1)
-        yield outcome if digest(step()) == expected else "wrong"
+        is_wrong = digest(results) != expected
+    except Exception:  # any will do; that it is one is what is asked
+        is_wrong = False
+    native.refuse_after(-1)
+    return digest(step()) != expected or is_wrong

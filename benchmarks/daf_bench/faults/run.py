@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from daf_bench.faults.refusals import QUICK_FAMILIES, all_families, run_refusals
@@ -71,8 +70,6 @@ def _pieces(part: str, job: FaultsJob) -> Iterator[tuple[str, Callable[[], Count
             yield (f"refusals {family}", partial(run_refusals, job.seed, [family], quick=job.quick))
         return
     module, function, count, in_one = _DRAWN[part]
-    if find_spec(f"daf_bench.faults.{module}") is None:
-        return
     count = max(1, count // _QUICK_SHARE) if job.quick else count
     for place, first in enumerate(range(0, count, in_one)):
         tries = min(in_one, count - first)

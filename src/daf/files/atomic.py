@@ -20,6 +20,7 @@ from typing import BinaryIO
 from daf.core.errors import RunFolderError
 
 PRIVATE = 0o600  # the mode of files that hold weights or data
+NO_LINKS, NO_WAITING = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)  # not on Windows
 _SHARED = 0o666  # less the user's mask
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.part")
 
@@ -88,8 +89,8 @@ def _sync_folder(folder: Path) -> None:
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> io.FileIO:
     """Open a file without buffers; raises OSError for a device, a pipe or a folder, at once."""
-    # Without O_NONBLOCK opening a pipe would wait for its writer.
-    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), _SHARED)
+    # Without NO_WAITING opening a pipe would wait for its writer.
+    file = os.open(path, flags | NO_WAITING | getattr(os, "O_BINARY", 0), _SHARED)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))

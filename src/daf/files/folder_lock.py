@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from daf.core.errors import RunFolderError
+from daf.files.atomic import NO_LINKS, NO_WAITING
 
 LOCK_NAME = "lock"
 _LONGEST_NOTE = 200  # bytes
@@ -44,7 +45,7 @@ def _own_name() -> str:
 def holder_of(folder: Path) -> str | None:
     """Return name and pid of the process that holds ``folder``; None if none does."""
     try:
-        file = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = os.open(folder / LOCK_NAME, os.O_RDONLY | NO_LINKS | NO_WAITING)
     except OSError:
         return None
     try:
@@ -56,7 +57,7 @@ def holder_of(folder: Path) -> str | None:
 def _locked(path: Path) -> int:
     """Return the locked file; one that was removed while it was waited for is no lock."""
     while True:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | NO_LINKS | NO_WAITING
         try:
             file = os.open(path, flags, 0o600)
         except OSError as error:

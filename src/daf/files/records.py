@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from daf.core.errors import RunFolderError
-from daf.files.atomic import open_regular, replacing, write_error
+from daf.files.atomic import NO_LINKS, open_regular, replacing, write_error
 
 _CHECKSUM = "crc32"  # of the file's name and the object's JSON text without this key
 _BLOCK = 1 << 16
 Extent = tuple[int, int]  # bytes, and their checksum
-_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # not on Windows
 
 
 def _sealed(value: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -101,7 +100,7 @@ def cut_log(path: Path, nbytes: int) -> None:
     if not path.exists():
         return
     try:
-        with open_regular(path, os.O_RDWR | _NO_LINKS) as file:
+        with open_regular(path, os.O_RDWR | NO_LINKS) as file:
             found = os.fstat(file.fileno()).st_size
             file.truncate(_end_of_lines(file, min(found, nbytes)))
     except OSError as error:
@@ -159,7 +158,7 @@ class GrowingFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINKS)
+            self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_LINKS)
             self._size, self._checksum = _checksum_of(self._file, sys.maxsize)
         except OSError as error:
             raise write_error(path, error) from error

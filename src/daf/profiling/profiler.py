@@ -40,7 +40,7 @@ from daf.profiling.model_memory import (
 )
 from daf.profiling.profile_assembly import build
 from daf.profiling.replay_proof import ProofLimits, most_ms, prove_replays, refuse_replays
-from daf.profiling.split_choice import CutChooser
+from daf.profiling.split_choice import LEAST_WITH_STATISTICS, CutChooser
 from daf.profiling.step_observer import Observer
 from daf.profiling.step_times import StepTimer, Times, halvings
 from daf.saved_tensors.observation import Observation
@@ -53,8 +53,6 @@ from daf.step.state_snapshot import preserved_state
 
 Found = TypeVar("Found")
 
-# Examples, where layers take statistics over them.
-LEAST_WITH_STATISTICS = 2
 # Maps a number of examples to the process's peak (bytes) in their step.
 Expectation = Callable[[int], float]
 # Libraries' own memory counts where the process's peak passes the tensors' by this share.

@@ -28,7 +28,7 @@ Proven = tuple[Weighing, str]
 MOST_CUTS = 3  # ways that are tried
 LEAST_TIMED = 16  # examples in a batch from which on all proofs take less than a step
 EXAMPLES_FOR_EACH = 8  # then, of the batch, for each that a proof takes; else it takes all
-LEAST_WITH_STATISTICS = 2  # examples
+LEAST_WITH_STATISTICS = 2  # examples, where layers take statistics over them
 HOPELESS = 0.9  # of what a step is expected to take: a plan may need less than what was observed
 NO_PART_RUNS = "no part of it runs by itself, or no dimension of its tensors is one of examples"
 
@@ -111,10 +111,7 @@ class CutChooser:
         statistics = "" if self.allow_statistics else split_refusal(self.model)
         if splitting.split is False or statistics:
             return SplitChoice(cut, refusal=FORBIDDEN if splitting.split is False else statistics)
-        fewest = 2 * cut.least
-        room_bytes = int(
-            self.expected(found, fewest) + fewest * terse_bytes(found) / found.examples
-        )
+        room_bytes = int(self._needed_bytes(found, 2 * cut.least, terse_bytes(found)))
         examples, is_terse = self._room(found, cut.least, size, budget_bytes)
         if examples is None:
             if splitting.is_promised:
@@ -147,12 +144,15 @@ class CutChooser:
         """Return how many examples the budget lets a proof take, and whether saved tersely."""
         sizes = range(min(size, max(2 * least, examples_of(size))), 2 * least - 1, -1)
         for is_terse, saved_bytes in ((False, found.plain_bytes), (True, terse_bytes(found))):
-            each_bytes = saved_bytes / found.examples
             for examples in sizes:
-                if self.expected(found, examples) + examples * each_bytes <= budget_bytes:
+                if self._needed_bytes(found, examples, saved_bytes) <= budget_bytes:
                     return examples, is_terse
         is_hopeless = self._is_hopeless(found, budget_bytes)
         return (sizes[-1] if sizes and is_hopeless else None), True
+
+    def _needed_bytes(self, found: Observation, examples: int, saved_bytes: int) -> float:
+        """Return what a pass needs that saves, for the examples observed, so many bytes."""
+        return self.expected(found, examples) + saved_bytes * examples / found.examples
 
     def _is_hopeless(self, found: Observation, budget_bytes: float) -> bool:
         """Whether no step fits, as far as one can tell by the smallest.
