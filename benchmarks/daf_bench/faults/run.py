@@ -20,10 +20,10 @@ Report = Callable[[str, int, int], None]
 _DRAWN = {
     "falls": ("falls", "run_falls", 10_000, 250),
     "sequences": ("sequences", "run_sequences", 1_000, 50),
-    "damaged": ("folders", "run_damaged", 500, 25),
-    "kills": ("folders", "run_kills", 300, 20),
-    "hostile": ("folders", "run_hostile", 500, 25),
-    "full_disk": ("folders", "run_full_disk", 100, 10),
+    "damaged": ("on_disk.damaged", "run_damaged", 500, 25),
+    "kills": ("on_disk.kills", "run_kills", 300, 20),
+    "hostile": ("on_disk.hostile", "run_hostile", 500, 25),
+    "full_disk": ("on_disk.full_disk", "run_full_disk", 100, 10),
 }
 PARTS = ("refusals", *_DRAWN)
 _QUICK_SHARE = 50  # a quick run tries one of so many

@@ -19,8 +19,8 @@ from daf_bench.faults.on_disk.damage import drawn_damage
 def test_a_few_of_each_part_go_right(part: str, count: int) -> None:
     """In a process of its own, which has no threads and may be forked."""
     code = (
-        "import json; from daf_bench.faults import folders\n"
-        f"print(json.dumps(folders.run_{part}({count}, seed=1)))"
+        f"import json; from daf_bench.faults.on_disk.{part} import run_{part}\n"
+        f"print(json.dumps(run_{part}({count}, seed=1)))"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(

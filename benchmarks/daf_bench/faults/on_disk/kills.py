@@ -33,7 +33,12 @@ from daf_bench.faults.on_disk.tiny_runs import (
 
 _STEPS = 60
 _COUNTED = (
-    *("lost_steps_beyond_checkpoint", "not_bit_equal", "lost", "tracebacks", "hangs", "crashes"),
+    "lost_steps_beyond_checkpoint",
+    "not_bit_equal",
+    "lost",
+    "tracebacks",
+    "hangs",
+    "crashes",
 )
 
 
