@@ -33,7 +33,7 @@ class InterruptedAt:
         return self._line
 
     def _line(self, frame: FrameType, event: str, _argument: Any) -> Any:
-        if event == "line" and frame.f_lineno not in _with_lines(frame.f_code.co_filename):
+        if event == "line" and frame.f_lineno not in _silent_lines(frame.f_code.co_filename):
             self._left -= 1
             if self._left <= 0:
                 sys.settrace(None)
@@ -42,12 +42,18 @@ class InterruptedAt:
 
 
 @cache
-def _with_lines(name: str) -> frozenset[int]:
-    """Return the lines of ``with`` statements: leaving one is a line too, where no signal comes."""
+def _silent_lines(name: str) -> frozenset[int]:
+    """Return the lines at which a trace could raise, and no signal comes.
+
+    Those of ``with`` statements, as leaving one is a line too, and ``try:`` itself, an instruction
+    that does nothing and lies outside of the ``with`` around it (CPython 3.11).
+    """
     found: set[int] = set()
     for node in ast.walk(ast.parse(Path(name).read_text())):
         if isinstance(node, ast.With):
             found.update(range(node.lineno, node.body[0].lineno))
+        elif isinstance(node, ast.Try):
+            found.add(node.lineno)
     return frozenset(found)
 
 

@@ -68,6 +68,15 @@ class DeviceKeeper(Keeper):
         self._share_now: float | None = None
 
     @property
+    def settings(self) -> list[str]:
+        if self._share_before is None:
+            return []
+        return [
+            f"PyTorch's allocator reserves no more than the budget on {self._memory.name}, of "
+            f"{format_bytes(self._total_bytes)} there; it is configured by {self._memory.settings}"
+        ]
+
+    @property
     def missing_bytes(self) -> int:
         return SEGMENT_BYTES if self._was_refused else 0
 
@@ -87,11 +96,6 @@ class DeviceKeeper(Keeper):
             # Sessions may be abandoned without ``close``, in a notebook say.
             self._left = weakref.finalize(self, _leave, self._memory)
             self._left.atexit = False  # the process's share ends with it
-            self.settings.append(
-                f"PyTorch's allocator reserves no more than the budget on {self._memory.name}, of "
-                f"{format_bytes(self._total_bytes)} there; it is configured by "
-                f"{self._memory.settings}"
-            )
 
     def close(self) -> None:
         """Restore the user's share."""
@@ -101,7 +105,6 @@ class DeviceKeeper(Keeper):
                 _open[self._memory.name][1].discard(self)
                 self._left()
             self._left = self._share_before = self._share_now = None
-            self.settings.clear()
 
     def tightness(self) -> float:
         """Return a number that is higher the less this bound leaves."""

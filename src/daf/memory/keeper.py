@@ -18,10 +18,14 @@ class Keeper(ABC):
     memory_name: str  # which memory it bounds, for messages and to tell whose budgets add up
 
     def __init__(self, give_back: GiveBack) -> None:
-        self.settings: list[str] = []  # what is set now, in words
         self.spare_more_bytes = 0  # beside the usual, while something runs for the first time
         self._give_back = give_back  # called at the limit
         self.is_retired = False
+
+    @property
+    @abstractmethod
+    def settings(self) -> list[str]:
+        """What is set now, in words."""
 
     @property
     @abstractmethod

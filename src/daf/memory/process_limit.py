@@ -38,6 +38,10 @@ class MemoryKeeper(Keeper):
         owners.leave_with(self, self._claim)
 
     @property
+    def settings(self) -> list[str]:
+        return _words(recycles=self._claim.redirects) if self._claim in owners else []
+
+    @property
     def missing_bytes(self) -> int:
         return self._claim.missing_bytes
 
@@ -89,8 +93,6 @@ class MemoryKeeper(Keeper):
         if self.is_retired:
             return
         owners.enter(self._claim)  # again in a forked child, which has no claims
-        if not self.settings:
-            self.settings += _words(recycles=self._claim.redirects)
 
     def close(self) -> None:
         with account_lock:
@@ -98,7 +100,6 @@ class MemoryKeeper(Keeper):
             claim.budget_bytes = claim.limit_bytes = claim.expected_bytes = None
             claim.lifted, claim.must_finish = 0, False
             owners.leave(claim)
-        self.settings.clear()
 
     def flush(self) -> None:
         self._give_back(0)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from daf.core.errors import BudgetError, OtherPathError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
+from daf.core.profile import Profiles
 from daf.memory.keeper import Keeper
 from daf.planning import planner
 from daf.planning.options import Allowed
@@ -90,22 +91,28 @@ class PlanController(Resumable):
         self.planned_for_bytes = context.info.nbytes
         self.planned_budget_bytes = budget_bytes
         self.keeper.open()
+        try:
+            profiles = self._measured(context, on_progress, budget_bytes)
+            self.keeper.bound(budget_bytes, budget_bytes)
+            self.budget_controller.watch()
+            weigh = partial(self.noise.weigh, context=context, budget_bytes=budget_bytes)
+            plan = self.selector.begin(self.noise.weighed(profiles), budget_bytes, weigh)
+            self.keeper.flush()  # what planning held
+            return self._adopt(plan)
+        except BaseException:  # no plan fits, or an interrupt: without a plan nothing is bounded
+            self.keeper.close()
+            raise
+
+    def _measured(
+        self, context: StepContext, on_progress: Callable[[str], None], budget_bytes: int
+    ) -> Profiles:
         with self.keeper.unbounded():
             profiles = self.step_profiles.measure(
                 context, budget_bytes, on_progress, can_fuse=self.selector.can_fuse
             )
         self.growth.note(context.info, profiles)
         self.selector.allow(self.allowed())
-        try:
-            self.keeper.bound(budget_bytes, budget_bytes)
-            self.budget_controller.watch()
-            weigh = partial(self.noise.weigh, context=context, budget_bytes=budget_bytes)
-            plan = self.selector.begin(self.noise.weighed(profiles), budget_bytes, weigh)
-        except BudgetError:
-            self.keeper.close()
-            raise
-        self.keeper.flush()  # what planning held
-        return self._adopt(plan)
+        return profiles
 
     def plan_for(self, context: StepContext) -> Plan:
         """Return the plan for the step that begins now.

@@ -169,8 +169,10 @@ class Session(SessionReadings):
         super().__init__(parts)
         self._evaluation = Evaluation(model, self._splitting, parts.keeper)
         self._is_closed = False
-        # One that is forgotten unset all it had set; its search must end too.
+        # One that is forgotten sets nothing any more, whoever still looks at its budget.
         weakref.finalize(self, parts.plan_controller.selector.give_up_search)
+        ended = weakref.finalize(self, parts.keeper.retire)
+        ended.atexit = False  # what is set ends with a process
         memory.reset_peak()
 
     def __enter__(self) -> Session:
