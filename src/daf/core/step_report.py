@@ -18,6 +18,7 @@ class StepReport:
     lengths of the mean loss's gradient, or of the steps of an optimizer that divides by it (None:
     not measured yet). ``measuring_ms``: spent measuring them after the step. ``rolled_back_to``:
     the run had diverged; the model is as after that many steps, and codes are wider.
+    ``gradient_norm``: before it was clipped (None: it was not asked for).
     """
 
     loss: float
@@ -34,6 +35,7 @@ class StepReport:
     measuring_ms: float = 0.0
     rolled_back_to: int | None = None
     swapped_bytes: int = 0
+    gradient_norm: float | None = None
 
     @property
     def charged_peak_bytes(self) -> int:

@@ -107,11 +107,15 @@ class Keeper(ABC):
         Raises:
             RuntimeError: there is no room for them; the bound stays.
         """
-        self._reserve(needed_bytes)
+        self.reserve(needed_bytes)
         self.must_finish()
 
-    def _reserve(self, needed_bytes: int) -> None:  # noqa: B027
-        """Make room for so much, or raise as a refused allocation does."""
+    def reserve(self, needed_bytes: int) -> None:  # noqa: B027
+        """Make room for so much.
+
+        Raises:
+            RuntimeError: there is none, as a refused allocation says.
+        """
 
     @abstractmethod
     def must_finish(self) -> None:

@@ -68,7 +68,7 @@ class MemoryKeeper(Keeper):
         most_bytes, _ = native.take_watermark()
         return max(0, int(most_bytes) - self._used_bytes)
 
-    def _reserve(self, needed_bytes: int) -> None:
+    def reserve(self, needed_bytes: int) -> None:
         with account_lock:
             if not self.recycles or self._claim.limit_bytes is None:
                 return

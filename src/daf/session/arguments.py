@@ -115,6 +115,19 @@ def checked_tolerance(tolerance: float | None) -> float | None:
     return None if tolerance is None else float(tolerance)
 
 
+def checked_norm(max_grad_norm: float | None) -> float | None:
+    """Return the most that a gradient's norm may be, or None.
+
+    Raises:
+        ValueError: it is not above 0.
+    """
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(
+            f"asked for max_grad_norm={max_grad_norm!r}; the norm to clip to is above 0, or None"
+        )
+    return max_grad_norm
+
+
 def checked_scope(scope: Scope, memory: MemoryDomain) -> Scope:
     """Return the scope.
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from daf.capture.capture import Capture
 from daf.core.plan import Plan
+from daf.core.resumable import Resumable
 from daf.core.step_report import StepReport
 from daf.memory.domain import MemoryDomain
 from daf.session.plan_autotuner import PlanAutotuner
-from daf.session.resumable import Resumable
 from daf.step.gradient_release import GradientRelease
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from daf.core.plan import Plan
+from daf.core.resumable import Resumable
 from daf.planning.bit_widths import is_lossy
-from daf.session.resumable import Resumable
 
 # A plan's first step finds the allocator's blocks as the plan before left them: not counted.
 LEAST_STEPS = 3

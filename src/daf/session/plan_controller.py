@@ -16,6 +16,7 @@ from daf.core.errors import BudgetError, OtherPathError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
 from daf.core.profile import Profiles
+from daf.core.resumable import Resumable
 from daf.memory.keeper import Keeper
 from daf.planning import planner
 from daf.planning.options import Allowed
@@ -23,7 +24,6 @@ from daf.session.budget_controller import BudgetController
 from daf.session.noise_controller import NoiseController
 from daf.session.plan_autotuner import StepMeasurement
 from daf.session.plan_selector import PlanSelector
-from daf.session.resumable import Resumable
 from daf.session.step_profiles import AHEAD, ProfileGrowth, StepProfiles
 from daf.step.context import BatchInfo, StepContext
 from daf.step.loss_weights import PARAMETER
@@ -57,6 +57,7 @@ class PlanController(Resumable):
     growth: ProfileGrowth = field(default_factory=ProfileGrowth)
     predicted_peak_bytes: int | None = None
     planned_for_bytes: int = 0  # of the measured batch
+    accumulated_bytes: int = 0  # of gradients that the user holds beside a step's own
     uncut_examples: int = 0  # of the largest batch so far, where no plan cuts any
     proven_again_at: int = -1  # the step
 
@@ -125,11 +126,31 @@ class PlanController(Resumable):
             self._outgrow(context, self.budget_bytes)
         self.selector.between_steps()
         plan = self._adopt(self.prepare(context))
+        releases = (self.selector.running or plan).release_gradients
+        if releases and self.budget_bytes and not self.allowed().release_gradients:
+            plan = self._replan(self.budget_bytes)  # something needs them now
         if self._cuts_unproven(self.selector.running or plan, context):
             plan = self._with_proof(self.selector.running or plan, context)
         is_new = self.selector.autotuner.is_trying_another
         self.keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
         return self._whole(self.selector.running or plan, context.info)
+
+    def note_accumulated(self, nbytes: int) -> None:
+        """Plan for a step beside gradients that the user accumulates (bytes).
+
+        Raises:
+            BudgetError: no plan fits; they and the parameters are untouched.
+        """
+        more = nbytes - self.accumulated_bytes
+        if more <= 0:
+            return
+        self.accumulated_bytes = nbytes
+        profiles, budget_bytes = self.selector.profiles, self.budget_bytes
+        if profiles is not None and budget_bytes is not None:
+            beside = profiles.changed(
+                lambda each: replace(each, resident_bytes=each.resident_bytes + more)
+            )
+            self.selector.regrow(beside, budget_bytes)
 
     def _outgrow(self, context: StepContext, budget_bytes: int) -> None:
         """Plan for a larger batch from smaller ones, if they are near and a plan fits; else forget.

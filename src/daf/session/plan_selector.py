@@ -19,6 +19,7 @@ from daf.core.plan import Plan
 from daf.core.policy import Policy
 from daf.core.profile import Profile, Profiles
 from daf.core.reports import LeverRefusal
+from daf.core.resumable import Resumable
 from daf.planning import planner
 from daf.planning.background_search import BackgroundPlan
 from daf.planning.bit_widths import wider_level
@@ -26,7 +27,6 @@ from daf.planning.explain import left_alone
 from daf.planning.options import Allowed
 from daf.profiling.profiler import probe_sizes
 from daf.session.plan_autotuner import PlanAutotuner, PlanKind, StepMeasurement, plan_kind
-from daf.session.resumable import Resumable
 from daf.step.splitting import NO_ROOM_TO_PROVE
 
 # Tried in turn where a tolerance cannot be kept, so that no more noise is added than must be.

@@ -45,7 +45,9 @@ class Rollback:
         """
         if not self.is_on:
             return False
-        self._action = self.watch.note(step_index, loss)
+        found = self.watch.note(step_index, loss)
+        if self._action is not Action.SAVE or found is not Action.CONTINUE:
+            self._action = found  # a state to save waits for the update
         if self._action is Action.STOP and math.isfinite(loss):
             raise DivergedError(
                 f"{self.watch.reason}; going back was tried once, or there is nothing to go back "

@@ -26,9 +26,10 @@ from daf.offload.spill import SpillOptions
 from daf.planning.policies import strategy_named
 from daf.profiling.model_memory import parameter_bytes
 from daf.sensitivity.result import Sensitivity
-from daf.session.arguments import Operators, asked_memory, refuse_budget_elsewhere
+from daf.session.arguments import Operators, asked_memory, checked_norm, refuse_budget_elsewhere
 from daf.session.factory import make_parts
 from daf.session.readings import SessionReadings
+from daf.session.users_updates import UsersUpdates
 from daf.step.batch_cut import BatchDim
 from daf.step.context import StepContext
 from daf.step.evaluation import Evaluation
@@ -37,6 +38,7 @@ from daf.step.microbatch import LossFunction
 from daf.step.proof_key import proof_key
 from daf.step.splitting import Split, Splitting
 from daf.torch_compat.function_modes import modes_restored
+from daf.torch_compat.out_of_memory import out_of_memory
 
 
 class Session(SessionReadings):
@@ -167,6 +169,7 @@ class Session(SessionReadings):
             scope=scope,
         )
         super().__init__(parts)
+        self._updates = UsersUpdates(model, parts.runner)
         self._evaluation = Evaluation(model, self._splitting, parts.keeper)
         self._is_closed = False
         # One that is forgotten sets nothing any more, whoever still looks at its budget.
@@ -189,6 +192,7 @@ class Session(SessionReadings):
         """
         self._is_closed = True
         with owners.turn, ExitStack() as parts:  # each is closed, whatever interrupts another
+            parts.callback(self._updates.close)
             parts.callback(self._runner.rollback.close)
             parts.callback(self._keeper.retire)
             parts.callback(self._budget_controller.close)
@@ -207,12 +211,13 @@ class Session(SessionReadings):
             try:
                 yield
             except BudgetError as error:
+                found = out_of_memory(error, self._keeper.memory_name)
                 if self._budget_controller.is_anothers:
-                    error.add_note(
+                    found.add_note(
                         "daf: another session of this process has this budget, which bounds both; "
                         "close it, or raise its budget too"
                     )
-                raise
+                raise found from error.__cause__
             finally:
                 self._keeper.restore_bound()
 
@@ -291,7 +296,9 @@ class Session(SessionReadings):
         with self._turn():
             return self._plan_controller.prepare(self._context(batch, loss_fn), on_progress)
 
-    def step(self, batch: Any, loss_fn: LossFunction) -> StepReport:
+    def step(
+        self, batch: Any, loss_fn: LossFunction, *, max_grad_norm: float | None = None
+    ) -> StepReport:
         """Train one step: the gradient of the mean loss over the batch, then the optimizer.
 
         A batch with more bytes than any before it is profiled and planned for anew, and so is one
@@ -301,11 +308,14 @@ class Session(SessionReadings):
         Args:
             batch: any nest of tensors, or any object. What cannot be cut into examples runs whole.
             loss_fn: ``loss_fn(model, batch)`` returns a scalar mean loss, or ``(sum, weight)``.
+            max_grad_norm: clip the gradient of all parameters to this norm before the update, as
+                ``torch.nn.utils.clip_grad_norm_``; the report has the norm before.
 
         Raises:
             DataError: the batch has no such dimension as ``batch_dim`` says.
-            BudgetError: the budget cannot hold the step.
+            BudgetError: the budget cannot hold the step; a ``torch.OutOfMemoryError`` too.
             ClosedSessionError: the session was closed.
+            ValueError: ``max_grad_norm`` is not above 0.
             PoolFullError: ``pool_bytes`` cannot hold the codes, and no tighter plan is known.
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
             ReleaseRefusedError: gradients must be released, and something needs them later.
@@ -313,7 +323,42 @@ class Session(SessionReadings):
             DivergedError: with ``rollback``, the run diverged again, or codes cannot be wider.
         """
         with self._turn():
-            return self._runner.run(self._context(batch, loss_fn))
+            norm = checked_norm(max_grad_norm)
+            return self._runner.run(self._context(batch, loss_fn), norm)
+
+    def backward(self, batch: Any, loss_fn: LossFunction) -> StepReport:
+        """Add the gradient of the mean loss to ``.grad``, within the budget; update nothing.
+
+        In place of ``loss_fn(model, batch).backward()`` in a loop that clips, scales, accumulates
+        or steps several optimizers itself: gradients are the loop's own, so that it clears them.
+        Every update of the model's parameters stays in the budget, whichever optimizer makes it:
+        room is made before it, or ``optimizer.step()`` raises BudgetError and changes nothing. The
+        report counts this call as one step. Its loss is unscaled under a ``GradScaler``. Gradients
+        are never released inside.
+
+        Args:
+            batch: as ``step`` takes it.
+            loss_fn: as ``step`` takes it; to accumulate over n batches, return ``loss / n``.
+
+        Raises:
+            Exception: what ``step`` raises; gradients accumulated before are as they were.
+        """
+        with self._turn():
+            self._updates.watch()
+            return self._runner.backward(self._context(batch, loss_fn))
+
+    def update(self, *, max_grad_norm: float | None = None) -> float | None:
+        """Step the optimizer by the gradients that there are; the next ``backward`` clears them.
+
+        Returns the norm before clipping, None without ``max_grad_norm`` (as in ``step``).
+
+        Raises:
+            BudgetError: there is no room for the update; nothing was changed.
+            ClosedSessionError: the session was closed.
+            ValueError: ``max_grad_norm`` is not above 0.
+        """
+        with self._turn():
+            return self._runner.update(checked_norm(max_grad_norm))
 
     def evaluate(self, batch: Any, fn: LossFunction) -> Any:
         """Return ``fn(model, batch)`` without gradients, within the budget between steps.

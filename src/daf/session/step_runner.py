@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 from daf.capture.capture import Capture
 from daf.core.errors import (
@@ -31,9 +34,11 @@ from daf.session.plan_controller import PlanController
 from daf.session.rollback import Rollback
 from daf.step.context import StepContext
 from daf.step.gradient import GradientStep
+from daf.step.gradient_release import CLIPPED, LEFT_TO_USER
 from daf.step.state_snapshot import StepSnapshot
 from daf.step.user_gradients import UserGradients
 from daf.torch_compat import compiler
+from daf.torch_compat.out_of_memory import out_of_memory
 
 _Refusal = TypeVar("_Refusal", bound=Exception)
 # What an operator with deferred results may cause: no second derivative, or NaN read by native code
@@ -80,7 +85,10 @@ class StepRetries:
             RuntimeError: whatever else the step raised.
         """
         self.rehearsal_ms = 0.0
-        with self.users.set_aside() as self.gradient.adds_to_users:
+        leaves = self.gradient.release.kept_because == LEFT_TO_USER
+        with self.users.set_aside(
+            context.loss_fn, leaves_to_user=leaves
+        ) as self.gradient.adds_to_users:
             return self._run(context, plan)
 
     def _run(self, context: StepContext, plan: Plan) -> tuple[float, Plan]:
@@ -179,7 +187,7 @@ class StepRetries:
 
     def _clear_away(self, snapshot: StepSnapshot) -> None:
         """Free all of a refused step: a tighter plan needs the room, and so does planning."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.users.clear()
         snapshot.forget_backward()
         self.capture.wait_until_packed()
         self.capture.release_scratch()
@@ -199,23 +207,40 @@ class StepRunner:
     rollback: Rollback
     counters: StepCounters
     keeper: Keeper
+    is_updating: bool = False
 
-    def run(self, context: StepContext) -> StepReport:
+    def run(self, context: StepContext, max_grad_norm: float | None = None) -> StepReport:
         """Run one step; ``Session.step`` names what it raises."""
+        return self._run(context, max_grad_norm, "" if max_grad_norm is None else CLIPPED)
+
+    def backward(self, context: StepContext) -> StepReport:
+        """Add one batch's gradient to those of the user; ``Session.backward`` says more."""
+        return self._run(context, None, LEFT_TO_USER)
+
+    def _run(
+        self, context: StepContext, max_grad_norm: float | None, kept_because: str
+    ) -> StepReport:
+        """Run one step, up to its update if the gradient is the user's."""
+        self.retries.gradient.release.kept_because = kept_because
+        self.plan_controller.note_accumulated(self.retries.users.nbytes())
         running = self.plan_controller.plan_for(context)
         self.counters.begin_peak()
         start_s = time.perf_counter()
         loss, running, has_diverged = self._run_watched(context, running)
         if has_diverged:
             return self._go_back(loss, running, 1000 * (time.perf_counter() - start_s))
-        self._update(running)
+        updates, norm = kept_because != LEFT_TO_USER, None
+        if updates:
+            norm = self._clip(max_grad_norm)
+            self._update()
         if not self.plan_controller.selector.is_settled:
             self.counters.memory.wait()  # plans are compared by whole steps
         step_ms = 1000 * (time.perf_counter() - start_s) - self.retries.rehearsal_ms
         peak_bytes = self.counters.end_peak()
-        self._learn(context, running, step_ms, peak_bytes)
+        self._learn(context, running, step_ms, peak_bytes, is_whole=updates)
         report = replace(
             self.counters.report(loss, step_ms, running, peak_bytes),
+            gradient_norm=norm,
             overrun_bytes=self.keeper.overrun_bytes,
             budget_bytes=self.plan_controller.budget_bytes,
         )
@@ -237,17 +262,75 @@ class StepRunner:
         """Watch only runs under lossy codes: exact runs are the user's own."""
         return is_lossy(running.policy) and self.rollback.note(self.counters.step_index, loss)
 
-    def _update(self, running: Plan) -> None:
-        if running.return_freed_blocks:
+    def update(self, max_grad_norm: float | None = None) -> float | None:
+        """Update the parameters by the gradients that they have; ``Session.update`` says more."""
+        norm = self._clip(max_grad_norm)
+        self._reserve()
+        self._update()
+        return norm
+
+    @contextmanager
+    def users_update(self) -> Iterator[None]:
+        """Bound an update that user code makes, by any optimizer over the model's parameters.
+
+        Raises:
+            BudgetError: there is no room for it; nothing was updated.
+        """
+        self._reserve()
+        with self._updating():
+            yield
+
+    def _reserve(self) -> None:
+        """Make room for an update, or raise before it began."""
+        if self.plan_controller.budget_bytes is None:
+            return
+        self.retries.release_scratch()
+        try:
+            self.keeper.reserve(self._needed_bytes())
+        except RuntimeError as error:
+            refusal = self.plan_controller.refusal()
+            if refusal is None:
+                raise
+            raise out_of_memory(refusal, self.keeper.memory_name) from error
+
+    def _needed_bytes(self) -> int:
+        return self.plan_controller.update_bytes(has_state=bool(self.optimizer.state))
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        plan = self.plan_controller.selector.plan
+        if plan is None or plan.return_freed_blocks:
             self.retries.release_scratch()
-        needed = self.plan_controller.update_bytes(has_state=bool(self.optimizer.state))
-        with self.keeper.unbounded(needed):
+        self.is_updating = True
+        try:
+            with self.keeper.unbounded(self._needed_bytes()):
+                yield
+                self.rollback.save_if_good()
+        finally:
+            self.is_updating = False
+
+    def _update(self) -> None:
+        with self._updating():
             compiler.step(self.optimizer)
-            self.rollback.save_if_good()
         self.retries.users.note_left()
 
-    def _learn(self, context: StepContext, running: Plan, step_ms: float, peak_bytes: int) -> None:
+    def _clip(self, max_grad_norm: float | None) -> float | None:
+        if max_grad_norm is None:
+            return None
+        return float(clip_grad_norm_(self.retries.capture.model.parameters(), max_grad_norm))
+
+    def _learn(
+        self,
+        context: StepContext,
+        running: Plan,
+        step_ms: float,
+        peak_bytes: int,
+        *,
+        is_whole: bool,
+    ) -> None:
         selector, info = self.plan_controller.selector, context.info
+        if not is_whole and selector.first is not None:  # the update, still to come, may take more
+            peak_bytes = max(peak_bytes, selector.first.predicted_peak_bytes)
         part = selector.plan.micro_batch if selector.plan else 1
         self.counters.note_step(info.examples / part)
         ran = StepMeasurement(step_ms, self.counters.step_held_bytes)
@@ -266,6 +349,7 @@ class StepRunner:
                 f"{reason}; codes of {running.policy.name} cannot be wider here: raise the budget "
                 "or the bits, or lower the learning rate"
             )
+        self.retries.users.clear()  # those that were accumulated are of the state that diverged
         with self.keeper.unbounded():
             step_index = self.counters.step_index = self.rollback.restore()
         self.noise.tell(

@@ -28,6 +28,7 @@ from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
 from daf.step.nonfinite import first_nonfinite
 from daf.step.splitting import SplitChoice
 from daf.step.state_snapshot import StepSnapshot
+from daf.step.user_gradients import parameters_elsewhere
 from daf.torch_compat.compiled_modules import CompiledModules
 
 
@@ -149,7 +150,8 @@ class GradientStep:
         if math.isnan(losses.mean):
             self._refuse_nonfinite(context, snapshot, weights, context.batch, losses.mean)
         if losses.is_sum and weights is not None:
-            scale_gradients(list(self._model.parameters()), 1.0 / losses.weight)
+            others = parameters_elsewhere(self._model, context.loss_fn)
+            scale_gradients([*self._model.parameters(), *others], 1.0 / losses.weight)
         return losses.mean
 
     def rehearse(

@@ -29,6 +29,8 @@ from daf.torch_compat.parameter_reads import ParameterReads
 ReleaseMode = bool | Literal["auto"]
 HELD_BY_PLAN = "the plan has room for all gradients, and a step that holds them can be tried again"
 ADDS_TO_USERS = "gradients accumulated before the step join its own"
+LEFT_TO_USER = "session.backward leaves gradients to a loop of the user's own"
+CLIPPED = "their norm is clipped, which needs them all at once"
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -75,6 +77,7 @@ class GradientRelease:
         self._held_state: list[Tensor] = []
         self.count = ReleaseCount()
         self.refusal = ""
+        self.kept_because = ""  # why the present step's caller needs all gradients; else empty
         self.begin(micro_batches=1)
 
     @property
@@ -90,7 +93,9 @@ class GradientRelease:
     @property
     def whole_refusal(self) -> str:
         """Why gradients of a whole batch are not released although that was asked for; else ""."""
-        return release_refusal(self._model, self._optimizer) if self.mode is not False else ""
+        if self.mode is False:
+            return ""
+        return self.kept_because or release_refusal(self._model, self._optimizer)
 
     def begin(
         self, micro_batches: int, *, held_by_plan: bool = False, adds_to_users: bool = False
@@ -107,7 +112,8 @@ class GradientRelease:
         self._has_begun = False
         self.refusal = ""
         if self.mode is not False:
-            self.refusal = release_refusal(self._model, self._optimizer, micro_batches)
+            own = release_refusal(self._model, self._optimizer, micro_batches)
+            self.refusal = self.kept_because or own
             if adds_to_users:
                 self.refusal = self.refusal or ADDS_TO_USERS
         if self.mode == "auto" and held_by_plan:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -61,14 +62,14 @@ def _eager_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any] | None
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """True if this optimizer, or every optimizer, has step hooks."""
-    hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        _global_optimizer_pre_hooks,
-        _global_optimizer_post_hooks,
+    """True if this optimizer, or every optimizer, has step hooks beside those of sessions."""
+    every = chain(
+        optimizer._optimizer_step_pre_hooks.values(),
+        optimizer._optimizer_step_post_hooks.values(),
+        _global_optimizer_pre_hooks.values(),
+        _global_optimizer_post_hooks.values(),
     )
-    return any(hooks)
+    return any(not str(getattr(e, "__module__", "")).startswith("daf.") for e in every)
 
 
 def _is_special(optimizer: torch.optim.Optimizer) -> bool:

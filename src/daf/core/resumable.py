@@ -1,4 +1,4 @@
-"""The state of a session's parts in a checkpoint."""
+"""The state in a checkpoint of a part that a resumed run goes on with."""
 
 from __future__ import annotations
 

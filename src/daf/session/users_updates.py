@@ -1,0 +1,63 @@
+"""Updates that a loop of the user's own makes, within the session's budget.
+
+PyTorch tells every hook of a step by any optimizer, whoever calls it (``GradScaler``, say).
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from daf.session.step_runner import StepRunner
+
+
+class UsersUpdates:
+    """Makes room before optimizers step parameters of a model, and refuses them nothing then."""
+
+    def __init__(self, model: nn.Module, runner: StepRunner) -> None:
+        self._model = model
+        self._runner = runner
+        self._hooks = ExitStack()
+        self._is_watching = False
+
+    def watch(self) -> None:
+        """Bound from now on every such update, until ``close`` or the end of this object."""
+        if self._is_watching:
+            return
+        self._is_watching = True
+        begun, own = ExitStack(), weakref.ref(self)
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            updates = own()
+            if updates is not None and updates._is_concerned(optimizer):
+                begun.close()  # of a step that failed
+                begun.enter_context(updates._runner.users_update())
+
+        def after(*_: Any) -> None:
+            begun.close()
+
+        for handle in (
+            register_optimizer_step_pre_hook(before),
+            register_optimizer_step_post_hook(after),
+        ):
+            self._hooks.callback(handle.remove)
+        weakref.finalize(self, self._hooks.close).atexit = False
+
+    def close(self) -> None:
+        """Leave updates to the user again."""
+        self._hooks.close()
+
+    def _is_concerned(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True for an update that the session does not make itself, of the model's parameters."""
+        if self._runner.is_updating:
+            return False
+        own = {id(each) for each in self._model.parameters()}
+        return any(id(each) in own for group in optimizer.param_groups for each in group["params"])
