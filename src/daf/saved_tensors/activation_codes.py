@@ -19,8 +19,7 @@ from torch import Tensor
 
 from daf.core.code_tables import derivative_table
 from daf.memory.glibc import return_free_memory
-from daf.torch_compat.autograd_graph import without_torch_function
-from daf.torch_compat.autograd_nodes import saved_value
+from daf.torch_compat.autograd_graph import saved_value, without_torch_function
 
 PLANNED_BITS = (2, 3, 4)  # of ``plan.coded_policy``
 _Function = Callable[[Tensor], Tensor]

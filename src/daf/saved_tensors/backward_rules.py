@@ -15,7 +15,7 @@ from torch import Tensor
 from daf.core.code_format import Predicate
 from daf.core.policy import Need
 from daf.saved_tensors.packed_tensor import SavedTensor, saves_read_by
-from daf.torch_compat.autograd_nodes import raw_saved, saved_value, sequence_number_of
+from daf.torch_compat.autograd_graph import raw_saved, saved_value, sequence_number_of
 
 # Slots of matrix products: (one side, other side). Their need depends on the other side.
 PRODUCT_SLOTS: Mapping[str, tuple[str, str]] = {

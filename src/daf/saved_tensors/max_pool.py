@@ -13,7 +13,7 @@ from daf.codecs.codes import ElementsCode
 from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
 from daf.saved_tensors.packed_tensor import Decoded, Stored
-from daf.torch_compat.autograd_nodes import saved_value
+from daf.torch_compat.autograd_graph import saved_value
 
 
 class Windows(NamedTuple):

@@ -20,7 +20,7 @@ from daf.kernels.normalisation import Channels, Statistics
 from daf.saved_tensors.backward_rules import BATCH_NORMS, saved_in
 from daf.saved_tensors.pack_request import Call, PackRequest
 from daf.saved_tensors.packed_tensor import Decoded, Kept, Stored
-from daf.torch_compat.autograd_nodes import saved_value
+from daf.torch_compat.autograd_graph import saved_value
 
 
 class Normalisation(NamedTuple):

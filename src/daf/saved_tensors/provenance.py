@@ -21,7 +21,7 @@ from daf.codecs.layout import is_dense
 from daf.core.policy import Method
 from daf.saved_tensors.backward_rules import ALIASES
 from daf.saved_tensors.packed_tensor import Derivation, PackedTensor, Recipe, Stored, Term
-from daf.torch_compat.autograd_nodes import result_shape, saved_value, sequence_number_of
+from daf.torch_compat.autograd_graph import result_shape, saved_value, sequence_number_of
 
 MOST_TERMS = 4  # decoding a recipe costs one pass for each term
 _MOST_ADDITIONS = 3

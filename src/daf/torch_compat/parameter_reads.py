@@ -26,8 +26,12 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from daf.torch_compat.autograd_graph import pack_hook, sequence_number, storage_address
-from daf.torch_compat.autograd_nodes import sequence_number_of
+from daf.torch_compat.autograd_graph import (
+    pack_hook,
+    sequence_number,
+    sequence_number_of,
+    storage_address,
+)
 
 DECLARATION = "reads_only_what_it_saved"
 _ACCUMULATE = "AccumulateGrad"
