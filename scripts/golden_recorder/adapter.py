@@ -78,7 +78,7 @@ WORDS: Mapping[str, str] = {
     "retraced": "rolled back",
 }
 # Fields that hold times or the process's memory: they differ between two runs of one commit.
-UNSTEADY = frozenset({"step_ms", "peak_bytes", "measuring_ms"})
+UNSTEADY = frozenset({"step_ms", "peak_bytes", "measuring_ms", "swapped_bytes"})
 _WORDS = re.compile("|".join(rf"\b{word}\b" for word in WORDS))
 _SOURCES = ("src", "benchmarks")
 
@@ -302,6 +302,22 @@ def profile_of(plain: Any) -> Any:
         return read(kind, plain)
     except (KeyError, TypeError):
         return read(kind, _renamed(plain))
+
+
+def plan_of(plain: Any) -> Any:
+    """A plan that another tree wrote, as this tree's ``Plan``."""
+    plain = _renamed(plain)
+    policy, kind = plain["policy"], TREE.get("policy", "Policy")
+    flags = {name: policy.pop(flag) for name, flag in OPERATORS.items() if flag in policy}
+    if flags:
+        policy["operators"] = [name for name, is_on in flags.items() if is_on]
+    if "operators" not in {each.name for each in dataclasses.fields(kind)}:
+        raise LookupError(f"plans are read by newer trees only, not by {kind.__module__}")
+    for _, treatment in policy["by_need"] + policy["by_site"]:
+        for field, value in SILENT.items():
+            if treatment.get(field) == value:
+                del treatment[field]
+    return TREE.get("plain", "from_plain")(TREE.get("plan", "Plan"), plain)
 
 
 def planned(name: str, own: Any, *rest: Any, also: Any = (), **terms: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import lzma
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -23,7 +24,7 @@ from typing import Any
 
 import kernel_bytes
 import torch
-from adapter import TREE, digest, operators_of, planned, profile_of, reworded, steady
+from adapter import TREE, digest, operators_of, plan_of, planned, profile_of, reworded, steady
 from torch import Tensor, nn
 
 WORKLOADS = ("w1", "w2a", "w2b", "w2c", "w3", "w4", "w5", "w6")
@@ -52,7 +53,9 @@ def workload(name: str) -> Record:
     found["4 bits, small pool"] = _refusable(partial(_compressed, loaded, in_pool))
     for label, options in {"exact": {"bits": "exact"}, "2 bits": {"bits": 2}}.items():
         found[f"session, {label}"] = _session(loaded, fused=True, **options)
-    for label, plan in (_plans_by_hand(loaded) | _plans_made(name, loaded)).items():
+    made = _plans_made(name, loaded)
+    found["plans made"] = {label: _made_record(plan) for label, plan in made.items()}
+    for label, plan in (_plans_by_hand(loaded) | _plans_to_train_by(name, made)).items():
         found[f"plan, {label}"] = _session(loaded, plan)
     return found
 
@@ -196,6 +199,20 @@ def _plans_made(name: str, loaded: Any) -> dict[str, Any]:
             label = f"{policy}, tolerance {tolerance}"
             found[label] = replace(plan, policy=there, micro_batch=own.batch_size)
     return found
+
+
+def _made_record(plan: Any) -> Record:
+    """A plan that another tree can read, and what it is compared by."""
+    plain = TREE.get("plain", "to_plain")(plan)
+    return {"plan": plain, "predicted_step_ms": plan.predicted_step_ms.hex()}
+
+
+def _plans_to_train_by(name: str, made: dict[str, Any]) -> dict[str, Any]:
+    """The plans made, or those of the commit compared with: then only code can differ."""
+    if (others := os.environ.get("DAF_GOLDEN_PLANS")) is None:
+        return made
+    found = json.loads((Path(others) / f"{name}.json").read_text())[name]["plans made"]
+    return {label: plan_of(each["plan"]) for label, each in found.items()}
 
 
 # --- plans ------------------------------------------------------------------------------------
