@@ -10,11 +10,8 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <unordered_map>
 
-#include "allocator/refusals.h"
-#include "allocator/relocations.h"
-#include "allocator/small.h"
+#include "allocator/state.h"
 
 namespace daf::allocator {
 namespace {
@@ -22,64 +19,9 @@ namespace {
 // Addresses are free: reserving many times the memory makes their fragmentation harmless.
 constexpr uint64_t range_per_memory = 16;
 
-// A refused tensor is an exception of PyTorch's. oneDNN, FBGEMM and others (most are linked into
-// libtorch_cpu) write through the null pointer.
-Library library_of(const char* path) {
-  if (file_starts_with(path, {"libc10.so"})) return Library::tensors;
-  if (file_starts_with(path, {"libtorch_cpu.so", "libdnnl.so", "libarm_compute"}))
-    return Library::kernels;
-  return Library::other;
-}
-
-// Below, behind the functions that it names.
-std::vector<Redirection> redirections();
-
 uint64_t physical_bytes() {
   return uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGESIZE));
 }
-
-struct State {
-  Account account;
-  BlockHeap heap{account};
-  SmallBlocks small;
-  Refusals refusals{account};
-  EventRecorder events;
-  std::mutex install_mutex;
-  Relocations relocations{redirections(), library_of};
-  int installed = 0;
-  std::mutex settings_mutex;
-  Settings settings;
-  Reclaim reclaim = nullptr;
-  void* reclaim_context = nullptr;
-  std::unordered_map<std::string, uint32_t> label_numbers{{"", 0}};
-  std::vector<std::string> label_texts{""};
-
-  void forget_owners_locked() {
-    installed = 0;
-    settings = Settings();
-    account.limit.store(no_limit);
-    reclaim = nullptr;
-    heap.close_locked();
-    small.close_locked();
-  }
-
-  void lock() {
-    install_mutex.lock();
-    settings_mutex.lock();
-    heap.lock();
-    small.lock();
-    events.lock();
-  }
-  void unlock() {
-    events.unlock();
-    small.unlock();
-    heap.unlock();
-    settings_mutex.unlock();
-    install_mutex.unlock();
-  }
-};
-
-State& state();
 
 // A child has only the forking thread, so every lock must be free. It has no limit and no account:
 // calls pass through to the C library until it installs again. It drops its recycled pages, so that
@@ -96,15 +38,6 @@ State* make_state() {
   pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
   return made;
 }
-
-// Never destroyed: other libraries' destructors free blocks while the process ends.
-State& state() {
-  static State* const only = make_state();
-  return *only;
-}
-
-thread_local uint32_t current_label = 0;
-thread_local bool reclaiming = false;
 
 // Asks the pool for bytes; what the pool frees and allocates re-enters on the same thread.
 uint64_t reclaim(uint64_t needed_bytes) {
@@ -188,6 +121,14 @@ bool is_alignment(size_t alignment) {
   return alignment >= sizeof(void*) && (alignment & (alignment - 1)) == 0;
 }
 
+}  // namespace
+
+// Never destroyed: other libraries' destructors free blocks while the process ends.
+State& state() {
+  static State* const only = make_state();
+  return *only;
+}
+
 void release_large(void* pointer) {
   const int saved = errno;  // free never changes it
   // Noted first: once released, the address may be another thread's.
@@ -196,82 +137,12 @@ void release_large(void* pointer) {
   errno = saved;
 }
 
-int allocate_tensor(void** pointer, size_t alignment, size_t bytes) {
-  if (state().refusals.is_named()) return state().refusals.refuse();
-  return allocate(pointer, alignment, bytes, false);
-}
-
-int allocate_scratch(void** pointer, size_t alignment, size_t bytes) {
-  return allocate(pointer, alignment, bytes, true);
-}
-
-using Allocate = int (*)(void** pointer, size_t alignment, size_t bytes);
-
-template <Allocate allocate_by>
-void* redirected_aligned_alloc(size_t alignment, size_t bytes) {
-  void* pointer = nullptr;
-  const int failed = allocate_by(&pointer, std::max(alignment, sizeof(void*)), bytes);
-  if (failed) errno = failed;
-  return failed ? nullptr : pointer;
-}
-
-// A block that glibc serves is no longer a tensor of ours.
 void forget_small(void* pointer) {
   const SmallBlock known = state().small.remove(pointer);
   if (!known.address) return;
   state().events.note(pointer, -1, current_label);
   leave_small(known.bytes);
 }
-
-// Other libraries free only large tensors: small ones are not looked up. glibc serves large ones
-// too while the heap is closing or full.
-void free_elsewhere(void* pointer) {
-  if (state().heap.owns(pointer)) return release_large(pointer);
-  if (::malloc_usable_size(pointer) >= large_from_bytes) forget_small(pointer);
-  ::free(pointer);
-}
-
-void* redirected_realloc(void* pointer, size_t bytes) {
-  if (!state().heap.owns(pointer)) {
-    forget_small(pointer);
-    return ::realloc(pointer, bytes);
-  }
-  void* moved = ::malloc(bytes);
-  if (!moved) return nullptr;
-  std::memcpy(moved, pointer, std::min(bytes, size_t(state().heap.usable_bytes(pointer))));
-  release_large(pointer);
-  return moved;
-}
-
-size_t redirected_usable_size(void* pointer) {
-  if (!state().heap.owns(pointer)) return ::malloc_usable_size(pointer);
-  return state().heap.usable_bytes(pointer);
-}
-
-template <class Function>
-void* address_of(Function function) {
-  return reinterpret_cast<void*>(function);
-}
-
-// Libraries of tensors and kernels may receive our blocks; any library may free them.
-constexpr uint32_t births = 0b1000111, deaths = 0b0111000, tensors = 0b1;
-
-std::vector<Redirection> redirections() {
-  void* const tensor = address_of(redirected_aligned_alloc<allocate_tensor>);
-  void* const scratch = address_of(redirected_aligned_alloc<allocate_scratch>);
-  void* const freed = address_of(release);
-  void* const resized = address_of(redirected_realloc);
-  void* const usable = address_of(redirected_usable_size);
-  return {{"posix_memalign", {address_of(allocate_tensor), address_of(allocate_scratch), nullptr}},
-          {"aligned_alloc", {tensor, scratch, nullptr}},
-          {"memalign", {tensor, scratch, nullptr}},
-          {"free", {freed, freed, address_of(free_elsewhere)}},
-          {"realloc", {resized, resized, resized}},
-          {"malloc_usable_size", {usable, usable, usable}},
-          {"strerror_r", {address_of(Refusals::words), nullptr, nullptr}}};
-}
-
-}  // namespace
 
 int allocate(void** pointer, size_t alignment, size_t bytes, bool must) {
   if (bytes == 0 || !is_alignment(alignment)) return ::posix_memalign(pointer, alignment, bytes);

@@ -312,6 +312,16 @@ uint64_t BlockHeap::usable_bytes(const void* pointer) {
   return live_block(pointer).held_bytes;
 }
 
+bool BlockHeap::shrink(const void* pointer, uint64_t bytes) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  Block& block = live_block(pointer);
+  if (bytes > block.bytes) return false;
+  account_.live.subtract(block.bytes - bytes);
+  block.bytes = bytes;
+  fit_live(range_.slot_of(pointer));
+  return true;
+}
+
 void BlockHeap::insert_recycled(uint32_t slot, uint64_t held_bytes, uint64_t stamp) {
   Block& block = blocks_[slot];
   block.state = State::recycled;

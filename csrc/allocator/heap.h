@@ -59,6 +59,8 @@ class BlockHeap {
   // Aborts, as the C library does, if no live block starts there.
   void release(void* pointer);
   uint64_t usable_bytes(const void* pointer);
+  // Returns what a live block holds beyond `bytes` to the system; false if it was asked for less.
+  bool shrink(const void* pointer, uint64_t bytes);
 
   // Sets the most that may lie recycled; acts at once.
   void set_cap(uint64_t bytes);

@@ -56,8 +56,11 @@ bool AddressRange::take(uint32_t count, uint32_t* first) {
 }
 
 bool AddressRange::commit(uint32_t slot, uint64_t bytes) {
-  if (mprotect(address(slot), bytes, PROT_READ | PROT_WRITE) != 0) return false;
   const uint64_t whole = bytes / slot_bytes * slot_bytes;
+  // All of the last slot too: short blocks side by side are one mapping then, of at most some
+  // 65,000 in a process (vm.max_map_count).
+  const uint64_t slots = (bytes + slot_bytes - 1) / slot_bytes * slot_bytes;
+  if (mprotect(address(slot), slots, PROT_READ | PROT_WRITE) != 0) return false;
   // Advice only. The last, partial slot never gets a huge page: a block holds only its own pages.
   if (whole) madvise(address(slot), whole, MADV_HUGEPAGE);
   return true;

@@ -166,15 +166,17 @@ Relocations::Slots Relocations::scan(const dl_phdr_info& info) const {
   const Dynamic dynamic = read_dynamic(info, section);
   if (!dynamic.symbols) return library;
   const uint32_t end = imported_end(dynamic);
+  const auto caller = choice_(path);
   std::unordered_map<uint32_t, uint32_t> wanted;  // symbol -> redirection
   for (uint32_t symbol = 1; symbol < end; ++symbol) {
     const char* name = dynamic.names + dynamic.symbols[symbol].st_name;
     for (uint32_t index = 0; index < redirections_.size(); ++index) {
-      if (std::strcmp(name, redirections_[index].symbol) == 0) wanted[symbol] = index;
+      const Redirection& redirection = redirections_[index];
+      if (!redirection.instead[uint32_t(caller)]) continue;
+      if (std::strcmp(name, redirection.symbol) == 0) wanted[symbol] = index;
     }
   }
   if (wanted.empty()) return library;
-  const Library caller = choice_(path);
   const auto collect = [&](const ElfW(Rela)* entry, uint64_t first, uint64_t count) {
     for (uint64_t index = first; entry && index < count; ++index) {
       const uint32_t type = ELF64_R_TYPE(entry[index].r_info);
@@ -212,7 +214,6 @@ void Relocations::update(const Slots& library) {
 void Relocations::update(const Slot& slot) {
   const uintptr_t ours = replacement(slot);
   const uint32_t bit = 1u << slot.redirection;
-  if (ours == 0) return;
   const uintptr_t now = __atomic_load_n(slot.address, __ATOMIC_ACQUIRE);
   if ((apply_ & bit) && now != ours) {
     originals_[slot.address] = slot.resolved ? slot.resolved : now;

@@ -18,12 +18,13 @@ namespace daf {
 enum class Library : uint32_t {
   tensors,  // PyTorch's own allocator: throws
   kernels,  // oneDNN and the like: write through the null pointer
+  arrays,   // NumPy: raises MemoryError
   other,    // only frees what the others allocated
 };
 
 struct Redirection {
   const char* symbol;
-  void* instead[3];  // what each kind of library calls instead; nullptr: no change
+  void* instead[4];  // what each kind of library calls instead; nullptr: no change
 };
 
 // Returns the kind of the library at this path.
@@ -42,7 +43,7 @@ class Relocations {
   void apply(uint32_t which);
   // Undoes the redirections in slots that still hold our address.
   void restore(uint32_t which);
-  // Slots of tensors' and kernels' libraries redirected now, of those in `which`.
+  // Slots redirected now, of those in `which`, but for libraries that only free.
   size_t redirected(uint32_t which) const;
 
  private:

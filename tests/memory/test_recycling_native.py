@@ -18,6 +18,7 @@ CORE = (
     "allocator/allocator.cpp",
     "allocator/heap.cpp",
     "allocator/range.cpp",
+    "allocator/redirections.cpp",
     "allocator/relocations.cpp",
 )
 MACHINES = ("x86_64", "aarch64")
@@ -32,10 +33,11 @@ pytestmark = pytest.mark.skipif(
 def build(folder: Path, options: list[str], command: str = "c++") -> Path:
     compiler = [command, "-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", *options, f"-I{SOURCES}"]
     shared = [*compiler, "-fPIC", "-shared"]
-    # Named as PyTorch's and oneDNN's, so that their slots are the ones that are redirected.
+    # Named as PyTorch's, oneDNN's and NumPy's, so that their slots are the ones that are redirected.
     names = {
         "fake_torch": "libc10.so",
         "fake_kernels": "libdnnl.so",
+        "fake_arrays": "_multiarray_umath.so",
         "other_library": "libother.so",
     }
     for source, name in names.items():

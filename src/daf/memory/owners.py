@@ -127,6 +127,8 @@ class Owners:
             problem = native.install()
             if problem:
                 raise cannot_redirect(problem)
+        elif redirects:
+            native.refresh()  # NumPy may have been imported since
         native.set_cap(_least(claim.cap_bytes for claim in claims))
         expected = _least(claim.expected_bytes for claim in claims)
         limit = _limit_of(claims)

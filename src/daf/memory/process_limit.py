@@ -127,7 +127,6 @@ class MemoryKeeper(Keeper):
         with account_lock:
             if not self.recycles:
                 return
-            native.refresh()
             self._claim.budget_bytes = budget_bytes
             self._claim.spare_bytes = self.spare_more_bytes
             for claim in owners.living():

@@ -26,6 +26,10 @@ extern "C" int scratch_allocate(void** pointer, size_t alignment, size_t bytes);
 extern "C" void* fake_aligned(size_t alignment, size_t bytes);
 extern "C" void fake_free(void* pointer);
 extern "C" void* fake_realloc(void* pointer, size_t bytes);
+extern "C" void* array_malloc(size_t bytes);
+extern "C" void* array_calloc(size_t bytes);
+extern "C" void* array_realloc(void* pointer, size_t bytes);
+extern "C" void array_free(void* pointer);
 extern "C" void other_free(void* pointer);
 extern "C" void* other_malloc(size_t bytes);
 
@@ -77,9 +81,14 @@ class Model {
 
 // A few words spread over the block, its ends included: enough to notice any overlap.
 template <class Visit>
-void each_word(const Held& block, Visit visit) {
+void each_word_of_the_first(uint64_t bytes, const Held& block, Visit visit) {
   constexpr uint64_t stride = mib / 8;
-  for (uint64_t at = 0; at + 16 <= block.bytes; at += stride) visit(block.pointer + at);
+  for (uint64_t at = 0; at + 16 <= bytes; at += stride) visit(block.pointer + at);
+}
+
+template <class Visit>
+void each_word(const Held& block, Visit visit) {
+  each_word_of_the_first(block.bytes, block, visit);
   visit(block.pointer + (block.bytes - 8));
 }
 
@@ -87,12 +96,14 @@ void write_stamp(const Held& block) {
   each_word(block, [&](char* at) { std::memcpy(at, &block.stamp, 8); });
 }
 
+void check_word(const char* at, uint64_t stamp) {
+  uint64_t found;
+  std::memcpy(&found, at, 8);
+  require(found == stamp, "a block was overwritten", found, stamp);
+}
+
 void check_stamp(const Held& block) {
-  each_word(block, [&](char* at) {
-    uint64_t found;
-    std::memcpy(&found, at, 8);
-    require(found == block.stamp, "a block was overwritten", found, block.stamp);
-  });
+  each_word(block, [&](char* at) { check_word(at, block.stamp); });
 }
 
 class Pause {
@@ -131,7 +142,45 @@ uint64_t random_bytes(std::mt19937_64& random) {
   return mib + random() % (12 * mib);
 }
 
+uint64_t random_large_bytes(std::mt19937_64& random) {
+  return (large_from_bytes + random() % (3 * mib)) / 8 * 8 + 8;
+}
+
+// Only large arrays are in the account.
+void allocate_array(std::mt19937_64& random) {
+  Held block{nullptr, random_large_bytes(random), next_stamp++};
+  if (random() % 2) {
+    block.pointer = static_cast<char*>(array_malloc(block.bytes));
+  } else {
+    block.pointer = static_cast<char*>(array_calloc(block.bytes - 8));
+    const Held zeros{block.pointer, block.bytes, 0};
+    if (zeros.pointer) check_stamp(zeros);
+  }
+  if (!block.pointer) return;
+  write_stamp(block);
+  model.put(block);
+}
+
+void resize_array(std::mt19937_64& random) {
+  Held block;
+  if (!model.take(random(), &block)) return;
+  check_stamp(block);
+  if (block.bytes >= large_from_bytes) {
+    const uint64_t bytes = random_large_bytes(random);
+    if (void* moved = array_realloc(block.pointer, bytes)) {
+      block.pointer = static_cast<char*>(moved);
+      each_word_of_the_first(std::min(block.bytes, bytes), block,
+                             [&](char* at) { check_word(at, block.stamp); });
+      block.bytes = bytes;
+      write_stamp(block);
+    }
+  }
+  model.put(block);
+}
+
 void allocate_one(std::mt19937_64& random) {
+  if (random() % 16 == 0) return allocate_array(random);
+  if (random() % 32 == 0) return resize_array(random);
   Held block{nullptr, random_bytes(random), next_stamp++};
   void* pointer = nullptr;
   if (random() % 8 == 0) {
@@ -153,7 +202,7 @@ void free_one(std::mt19937_64& random) {
   check_stamp(block);
   // Large blocks may end anywhere; small ones in the library that counts them.
   if (block.bytes >= large_from_bytes && random() % 4 == 0) {
-    other_free(block.pointer);
+    (random() % 2 ? other_free : array_free)(block.pointer);
   } else {
     fake_free(block.pointer);
   }
@@ -272,6 +321,8 @@ void limit_holds() {
   require(!allocator::charge_external(3 * mib), "the pool is under the same limit");
   require(allocator::charge_external(mib), "7 of 8 MiB");
   require(fake_allocate(&second, 64, 3 * mib / 2) == ENOMEM, "8.5 of 8 MiB must fail");
+  require(!array_malloc(3 * mib / 2) && errno == ENOMEM, "of an array, too");
+  require(!array_calloc(3 * mib / 2), "or of zeros");
   fake_free(first);  // 6 MiB recycled, 1 MiB in the pool
   require(fake_allocate(&second, 64, 7 * mib) == 0, "recycled blocks make room");
   fake_free(second);
@@ -397,6 +448,7 @@ void fork_works() {
     const pid_t child = fork();
     if (child == 0) {
       void* own = nullptr;
+      array_free(array_realloc(array_calloc(3 * mib), 5 * mib));
       const bool good =
           fake_allocate(&own, 64, 5 * mib) == 0 && static_cast<char*>(shared)[3 * mib] == 7;
       if (own) std::memset(own, 1, 5 * mib);
