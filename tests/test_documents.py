@@ -97,6 +97,7 @@ STATED = {
     "budget.md": {"16 MiB", "64 MiB", "20 ms", "1 GB", "4 MiB"},
     "format.md": {"0.4 %"},
     "gpu.md": {"70 %"},
+    "limits.md": {"128 KiB"},
     "kernels.md": {"0.4 %"},
     "operators.md": {"8 MiB"},
     "papers.md": {"100 MB", "3.2 times"},

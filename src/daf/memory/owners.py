@@ -1,6 +1,6 @@
 """The owners of what is set in the process, and the settings that follow from all of them.
 
-PyTorch's redirected allocations, the account's limit and cap, the hook that makes room, and glibc's
+Redirected allocations, the account's limit and cap, the hook that makes room, and glibc's
 thresholds exist once in a process. Sessions, allocators and ``track`` begin and end in any order,
 on any thread. So none of them sets anything: each states in a ``Claim`` what it asks, and
 ``settle`` puts the strictest of all living claims in force. It compares with what is in force, so a
@@ -40,7 +40,7 @@ class Claim:
     ``missing_bytes``: by which the last refused allocation passed the limit.
     """
 
-    redirects: bool = False  # PyTorch's allocations pass the account
+    redirects: bool = False  # PyTorch's and NumPy's allocations pass the account
     returns_freed_blocks: bool = False  # glibc's, at once
     cap_bytes: int | None = None
     budget_bytes: int | None = None

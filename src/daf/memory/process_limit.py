@@ -1,6 +1,6 @@
 """A budget on the process's memory, held by a claim on what is set in the process (``owners``).
 
-Where PyTorch's allocations can be redirected, freed blocks are recycled under a hard limit
+Where allocations can be redirected, freed blocks are recycled under a hard limit
 (``recycling_allocator``). Smaller blocks, and all blocks on other systems with glibc, return to the
 system once freed (``glibc``).
 """
@@ -203,7 +203,7 @@ def _words(*, recycles: bool) -> list[str]:
     found = []
     if recycles:
         found.append(
-            "PyTorch's CPU blocks of 128 KiB and more are recycled, with the budget as a limit"
+            "PyTorch's and NumPy's blocks of 128 KiB and more are recycled, the budget is a limit"
         )
     if glibc.can_return_freed_blocks():
         size = format_bytes(glibc.RETURN_BLOCKS_FROM_BYTES)

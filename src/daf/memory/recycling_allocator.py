@@ -1,4 +1,4 @@
-"""A CPU allocator that knows its budget, under PyTorch while it is entered (docs/allocator.md).
+"""An allocator that knows its budget, under PyTorch and NumPy while entered (docs/allocator.md).
 
 Freed blocks of 128 KiB and more are reused, which saves the kernel's page faults.
 
@@ -20,7 +20,7 @@ def unsupported_reason() -> str | None:
 
 
 class RecyclingAllocator:
-    """Recycles, counts and bounds PyTorch's CPU memory while it is entered.
+    """Recycles, counts and bounds PyTorch's CPU memory and NumPy's arrays while it is entered.
 
     One account serves the whole process: of several allocators, and sessions, the least cap and the
     least limit hold (``owners``). Leaving is always safe: surviving blocks stay valid and their
@@ -31,7 +31,7 @@ class RecyclingAllocator:
             of live bytes bound them.
         limit_bytes: the most that live, recycled and charged bytes may hold together; None: no
             limit. At the limit an allocation frees recycled blocks, then calls ``reclaim``, then
-            fails with PyTorch's ``RuntimeError`` ("can't allocate memory").
+            fails with PyTorch's ``RuntimeError`` ("can't allocate memory") or a ``MemoryError``.
         reclaim: called with the missing bytes on the allocating thread; frees what it can and
             returns how many bytes that was. It must not refer to the allocator.
 
