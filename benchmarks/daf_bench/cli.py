@@ -201,12 +201,13 @@ def gradients_command(
 def survival_command(
     out: OutOption = None,
     runs: Annotated[int | None, typer.Option(min=1, help="How many models.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of models, budgets and events.")] = 0,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train random models under random budgets, each in a memory cgroup of that size."""
     job = survival_bench.quick_job() if quick else survival_bench.SurvivalJob()
-    job = replace(job, runs=runs or job.runs)
+    job = replace(job, runs=runs or job.runs, seed=seed)
     with counted_progress() as report:
         result = survival_bench.run(job, rows_beside(out), report)
     keep(result, out)

@@ -17,6 +17,7 @@ from daf.core.errors import PlatformError
 
 _V1_ROOT = Path("/sys/fs/cgroup/memory")
 _V2_ROOT = Path("/sys/fs/cgroup")
+_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 KILLED_BY_SYSTEM = -9
 
 
@@ -92,6 +93,16 @@ def limited_group(limit_bytes: int) -> Iterator[LimitedGroup]:
         yield group
     finally:
         group.path.rmdir()
+
+
+def drop_page_cache() -> bool:
+    """Let the system forget the files that it has read, where it may be told to."""
+    try:
+        os.sync()
+        _write(_DROP_CACHES, 3)
+    except OSError:
+        return False
+    return True
 
 
 def can_limit() -> tuple[bool, str]:

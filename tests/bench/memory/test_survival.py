@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from daf_bench.harness import cgroup
+from daf_bench.memory.random_events import Events, draw_events
 from daf_bench.memory.random_models import build, described, draw
 from daf_bench.memory.survival import Attempt, attempted, figures_of, is_refused_wrongly
 
@@ -57,7 +58,14 @@ def test_a_run_is_killed_refused_or_finishes_within() -> None:
 
 
 def refused(**changes: Any) -> dict[str, Any]:
-    row = {"part": "run", "outcome": "refused", "budget_bytes": 500, "least_bytes": 600}
+    row = {
+        "part": "run",
+        "moves": 0,
+        "releases": False,
+        "outcome": "refused",
+        "budget_bytes": 500,
+        "least_bytes": 600,
+    }
     row |= {"at_least": {"outcome": "finished", "above_bytes": 0}}
     return row | {"at_less": {"outcome": "refused"}} | changes
 
@@ -69,31 +77,41 @@ def refused(**changes: Any) -> dict[str, Any]:
         refused(least_bytes=500),
         refused(at_least={"outcome": "refused"}),
         refused(at_least={"outcome": "finished", "above_bytes": 1}),
-        refused(at_less={"outcome": "finished", "above_bytes": 0}),
     ],
 )
 def test_a_refusal_that_does_not_hold_is_wrong(row: dict[str, Any]) -> None:
     assert is_refused_wrongly(row)
     assert not is_refused_wrongly(refused())
-    assert not is_refused_wrongly(refused(at_less={"outcome": "killed"}))
+    assert not is_refused_wrongly(refused(at_less={"outcome": "finished", "above_bytes": 0}))
 
 
 def test_figures_count_runs_and_what_refusals_claimed() -> None:
-    finished = {"part": "run", "outcome": "finished", "above_bytes": 0}
+    finished = {"part": "run", "outcome": "finished", "above_bytes": 0, "moves": 2, "bursts": 3}
     figures = figures_of(
         [
             finished,
             finished | {"above_bytes": 5},
             {"part": "run", "outcome": "killed"},
+            {"part": "run", "outcome": "crashed", "signal": 11},
             {"part": "run", "outcome": "raised"},
             refused(),
+            refused(at_less={"outcome": "finished", "above_bytes": 0}),
             refused(at_least={"outcome": "killed"}),
         ]
     )
-    assert (figures["runs"], figures["finished"], figures["refused"]) == (6, 2, 2)
+    assert (figures["runs"], figures["finished"], figures["refused"]) == (8, 2, 3)
     assert (figures["killed"], figures["above"], figures["raised_or_failed"]) == (2, 1, 1)
-    assert (figures["refused_wrongly"], figures["least_failed"], figures["less_worked"]) == (
-        1,
-        1,
-        0,
-    )
+    assert (figures["crashed"], figures["moved"], figures["bursts_tried"]) == (1, 2, 6)
+    assert (figures["refused_wrongly"], figures["least_failed"]) == (1, 1)
+    assert figures["less_worked_share"] == pytest.approx(1 / 3)
+
+
+def test_events_come_in_most_runs_and_follow_from_their_seed() -> None:
+    drawn = [draw_events(seed, 4) for seed in range(200)]
+    assert drawn == [draw_events(seed, 4) for seed in range(200)]
+    quiet = sum(each == Events() for each in drawn)
+    assert 40 < quiet < 120
+    assert sum(bool(each.moves) for each in drawn) > 30
+    assert sum(each.releases for each in drawn) > 20
+    assert any(move.delay for each in drawn for move in each.moves)
+    assert any(each.inside_bytes for each in drawn)
