@@ -18,6 +18,7 @@ from daf_bench.accuracy import jobs
 from daf_bench.accuracy import run as accuracy_bench
 from daf_bench.accuracy.plot import draw_curves
 from daf_bench.cli_conformance import conformance_command
+from daf_bench.cli_doors import doors_command
 from daf_bench.cli_faults import faults_command
 from daf_bench.cli_output import (
     ImagesOption,
@@ -61,6 +62,7 @@ app = typer.Typer(help="Measure DAF against what a user would pick instead.", ri
 app.command("peers")(peers_command)
 app.command("conformance")(conformance_command)
 app.command("faults")(faults_command)
+app.command("doors")(doors_command)
 
 
 @app.callback()

@@ -23,6 +23,7 @@ from daf.core.step_report import StepReport
 from daf.memory import process_memory
 from daf.session.session import Session
 from daf.torch_compat import compiler
+from daf_bench.doors.loops import DoorLoop
 from daf_bench.harness.initial_weights import FirstState
 from daf_bench.harness.peer_methods import Peer, Setting, make_peer
 from daf_bench.harness.saved_bytes import SavedBytes
@@ -56,6 +57,7 @@ class Way:
     gradient_file: str | None = None
     keeps_first_state: bool = False
     seed: int = 0
+    door: str | None = None  # through which the budget is given (``doors.loops``); None: a step
 
     @property
     def in_session(self) -> bool:
@@ -114,6 +116,7 @@ class Work:
         self._index = 0
         self._predicted_bytes: int | None = None
         self._peer: Peer | None = None
+        self._door: DoorLoop | None = None
         process_memory.reset_peak()
         self._session = self._start_session()
 
@@ -129,7 +132,7 @@ class Work:
 
     def _start_session(self) -> Session | None:
         way = self._way
-        if not way.in_session:
+        if not way.in_session or way.door is not None:
             return None
         return Session(
             self._work.model,
@@ -175,12 +178,26 @@ class Work:
         return found
 
     def _trained(self, batch: Any) -> dict[str, Any]:
+        if self._way.door is not None:
+            return self._through_door(batch)
         if self._session is not None:
             report = self._session.step(batch, self._loss)
             return {**_reported(report), "is_settled": self._session.is_settled}
         self._peer = self._peer or self._make_peer()
         process_memory.reset_peak()  # a session does so itself, and remembers
         return {"loss": self._peer.step(batch), "peak_bytes": process_memory.peak_bytes()}
+
+    def _through_door(self, batch: Any) -> dict[str, Any]:
+        if self._door is None:
+            way, work = self._way, self._work
+            assert way.door is not None
+            options = session_options(way.policy, way.tolerance) | {
+                "budget": way.budget_bytes,
+                "seed": way.seed,
+                "baseline_bytes": self.floor_bytes,
+            }
+            self._door = DoorLoop(way.door, work.model, work.optimizer, work.task.loss, options)
+        return {"loss": self._door.step(batch), "peak_bytes": process_memory.peak_bytes()}
 
     def _settled_gradient(self, path: Path) -> dict[str, Any]:
         if self._first is None:
@@ -205,6 +222,8 @@ class Work:
 
     def _facts(self) -> dict[str, Any]:
         session, examples = self._session, self._examples
+        if self._door is not None:
+            return {"examples": examples, "session_peak_bytes": self._door.peak_bytes}
         if session is None:
             saved = self._peer.saved_peak_bytes() if self._peer else None
             return {"examples": examples, "saved_bytes_peak": saved}

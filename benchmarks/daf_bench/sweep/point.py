@@ -111,8 +111,8 @@ def median_ms(times: list[float]) -> float:
     return statistics.median(times[min(WARM_UP_STEPS, len(times) - 1) :])
 
 
-def gradient_error(ours: Path, plain: Path) -> float | None:
-    """|ours - plain| / |plain| over all parameters; None where one of them wrote none.
+def gradient_error(ours: Path, plain: Path, scale: float = 1.0) -> float | None:
+    """|ours · scale - plain| / |plain| over all parameters; None where one of them wrote none.
 
     Lossy codes and another order of random numbers (dropout in smaller pieces) show here.
     """
@@ -122,7 +122,7 @@ def gradient_error(ours: Path, plain: Path) -> float | None:
     difference = total = 0.0
     for start in range(0, len(second), _GRADIENT_CHUNK):
         span = slice(start, start + _GRADIENT_CHUNK)
-        one, other = first[span].astype(np.float64), second[span].astype(np.float64)
+        one, other = scale * first[span].astype(np.float64), second[span].astype(np.float64)
         difference += float(np.square(one - other).sum())
         total += float(np.square(other).sum())
     return float(np.sqrt(difference / total)) if total else None
