@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import daf
+from daf.memory import process_memory
+from daf_bench.doors.loops import DOORS
 
 WIDTH, EXAMPLES = 32, 16
 ROOM_BYTES = 500_000_000
@@ -21,7 +23,7 @@ Batch = tuple[Tensor, Tensor]
 def fixed_costs(steps: int, seed: int = 0) -> dict[str, float]:
     """Return by door the median of its step less plain's, in turn, ``steps`` pairs of each."""
     makers = {"step": _by_step, "backward": _by_backward, "compress": _by_compress}
-    return {name: _beside_plain(make, steps, seed) for name, make in makers.items()}
+    return {name: _beside_plain(makers[name], steps, seed) for name in DOORS}
 
 
 def _beside_plain(make: Callable[[], Callable[[Batch], None]], steps: int, seed: int) -> float:
@@ -52,8 +54,6 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _budget() -> int:
-    from daf.memory import process_memory
-
     return process_memory.resident_bytes() + ROOM_BYTES
 
 

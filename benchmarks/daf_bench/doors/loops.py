@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from daf.torch_compat import compiler
 
 ACCUMULATED = 4  # batches to an update, in loops that accumulate
 MOST_NORM = 1.0
-DOORS = ("step", "backward", "compress")
+_CAN_COMPRESS = find_spec("daf.session.forward") is not None  # within a budget
+DOORS = ("step", "backward", *(("compress",) if _CAN_COMPRESS else ()))
 Step = Callable[[Any], float]
 
 
@@ -40,8 +42,8 @@ class DoorLoop:
 
     def _through(self, door: str, options: dict[str, Any]) -> Step:
         if door == "compress":
-            options.pop("baseline_bytes", None)
-            forward = daf.compress(self._model, optimizer=self._optimizer, **options)
+            options = {name: each for name, each in options.items() if name != "baseline_bytes"}
+            forward = daf.compress(self._model, **options)
             self._door: Any = forward
             return lambda batch: self._compressed(forward, batch)
         session = daf.Session(self._model, self._optimizer, split=False, **options)

@@ -63,12 +63,11 @@ def run(
     log = RowLog(rows_file, described)
     expected = len(job.workloads) * (1 + len(DOORS) + 1) + 1
     for name in job.workloads:
-        _workload(
-            job,
-            name,
-            log,
-            lambda what, n=name: on_progress(f"{n}: {what}", len(log.rows), expected),
-        )  # type: ignore[misc]
+
+        def report(what: str, name: str = name) -> None:
+            on_progress(f"{name}: {what}", len(log.rows), expected)
+
+        _workload(job, name, log, report)
     on_progress("fixed cost", len(log.rows), expected)
     log.row("fixed", lambda: {"part": "fixed", **fixed_costs(job.steps)})
     return BenchResult("doors", log.rows, figures_of(log.rows), _notes(job))
@@ -192,11 +191,10 @@ def figures_of(rows: list[Row]) -> dict[str, float]:
     compared = [row for row in gradients if "gradient_error" in row]
     worst = {
         label: max((each[label].low for each in intervals), default=float("nan"))
-        for label in ("backward", "compress", AGAIN)
+        for label in (*DOORS[1:], AGAIN)
     }
     return {
-        "backward_over_step_worst": worst["backward"],
-        "compress_over_step_worst": worst["compress"],
+        **{f"{label}_over_step_worst": worst[label] for label in DOORS[1:]},
         "step_over_itself_worst": worst[AGAIN],
         "width_worst": max(
             (each.half_width for found in intervals for each in found.values()),
