@@ -19,7 +19,6 @@ import torch
 from daf._native import allocator as native
 from torch import nn
 
-from daf.core.errors import BudgetError
 from daf.memory import process_memory
 from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reason
 from daf.memory.statistics import audit, stats

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from daf_bench.doors.fixed_cost import fixed_costs
+from daf_bench.doors.interval import LEAST_PAIRS, interval_of
 from daf_bench.doors.loops import ACCUMULATED, DOORS
-from daf_bench.harness.interval import LEAST_PAIRS, interval_of
 from daf_bench.harness.method_runner import Contender, Way
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.row_log import Row, RowLog

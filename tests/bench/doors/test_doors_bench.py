@@ -10,8 +10,8 @@ from statistics import median
 import pytest
 from daf_bench.doors import run
 from daf_bench.doors.fixed_cost import fixed_costs
+from daf_bench.doors.interval import interval_of
 from daf_bench.doors.loops import DOORS
-from daf_bench.harness.interval import interval_of
 from hypothesis import given
 from hypothesis import strategies as st
 
