@@ -24,6 +24,14 @@ struct Extent {
   size_t first, last;
 };
 
+constexpr uint64_t line_bytes = 64;  // threads share no cache line
+
+// Bytes that suffice for any start of the workspace that `lay_out` lays out.
+template <class Plan>
+uint64_t workspace_bytes(const Plan& plan) {
+  return lay_out(plan, 0).end + line_bytes;
+}
+
 // Part `share` of [0, whole) in `shares` parts as equal as can be.
 Extent share_of(size_t whole, size_t share, size_t shares);
 

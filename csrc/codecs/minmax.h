@@ -156,22 +156,25 @@ bool encode_minmax_range(const Job& job, size_t first, size_t last) {
   return true;
 }
 
-template <int bits>
+// Without a grid, values are numbers of steps.
+template <int bits, bool has_grid = true>
 bool decode_minmax_range(const Job& job, size_t first, size_t last) {
   Writer writer(job);
   for (size_t index = first; index < last; ++index) {
     Block block;
     const uint16_t* rows[bits];
-    const uint16_t* header = job.headers + 2 * index;
+    const uint16_t* header = has_grid ? job.headers + 2 * index : nullptr;
     plane_rows(rows, job, index);
-    if (is_finite_bfloat16(header[0]) && is_finite_bfloat16(header[1])) {
-      const auto least = V::set(widen_bfloat16(header[0]));
-      const auto step = V::set(widen_bfloat16(header[1]));
+    if (!has_grid || (is_finite_bfloat16(header[0]) && is_finite_bfloat16(header[1]))) {
+      const auto least = V::set(has_grid ? widen_bfloat16(header[0]) : 0.0f);
+      const auto step = V::set(has_grid ? widen_bfloat16(header[1]) : 1.0f);
       DAF_UNROLLED for (int q = 0; q < 4; ++q) {
         V::I codes[4];
         read_codes<bits>(rows, q, codes);
-        DAF_UNROLLED for (int i = 0; i < 4; ++i) block.x[4 * q + i] =
-            V::add(least, V::multiply(V::to_float(codes[i]), step));
+        DAF_UNROLLED for (int i = 0; i < 4; ++i) {
+          const auto steps = V::to_float(codes[i]);
+          block.x[4 * q + i] = has_grid ? V::add(least, V::multiply(steps, step)) : steps;
+        }
       }
     } else {
       fill_with_nan(block);
@@ -203,19 +206,7 @@ bool encode_steps_range(const Job& job, size_t first, size_t last) {
 
 template <int bits>
 bool decode_steps_range(const Job& job, size_t first, size_t last) {
-  Writer writer(job);
-  for (size_t index = first; index < last; ++index) {
-    Block block;
-    const uint16_t* rows[bits];
-    plane_rows(rows, job, index);
-    DAF_UNROLLED for (int q = 0; q < 4; ++q) {
-      V::I codes[4];
-      read_codes<bits>(rows, q, codes);
-      DAF_UNROLLED for (int i = 0; i < 4; ++i) block.x[4 * q + i] = V::to_float(codes[i]);
-    }
-    writer.write(block, index);
-  }
-  return true;
+  return decode_minmax_range<bits, false>(job, first, last);
 }
 
 }  // namespace

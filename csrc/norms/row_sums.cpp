@@ -13,15 +13,6 @@ namespace {
 
 size_t values_room(const RowsPlan& plan) { return padded_length(plan) + block_elements; }
 
-RowSums place(const RowsPlan& plan, Workspace& workspace) {
-  const uint64_t partial = plan.spans * padded_length(plan);
-  RowSums whole{plan, nullptr, nullptr, nullptr};
-  whole.beta = workspace.take<float>(partial);
-  whole.gamma = workspace.take<float>(partial);
-  whole.values = workspace.take<float>(plan.shares * values_room(plan));
-  return whole;
-}
-
 void finish(const RowsPlan& plan, const float* spans, double* results) {
   const uint64_t width = padded_length(plan);
   for (uint64_t i = 0; i < plan.length; ++i) {
@@ -44,15 +35,15 @@ RowsPlan plan_rows(uint64_t count, uint64_t length, int threads) {
           std::max<size_t>(1, std::min(spans, useful_threads(block_count(count), threads)))};
 }
 
-uint64_t workspace_bytes(const RowsPlan& plan) {
-  Workspace workspace(0);
-  place(plan, workspace);
-  return workspace.bytes();
-}
-
 RowSums lay_out(const RowsPlan& plan, uintptr_t address) {
   Workspace workspace(address);
-  return place(plan, workspace);
+  const uint64_t partial = plan.spans * padded_length(plan);
+  RowSums whole{plan, nullptr, nullptr, nullptr, 0};
+  whole.beta = workspace.take<float>(partial);
+  whole.gamma = workspace.take<float>(partial);
+  whole.values = workspace.take<float>(plan.shares * values_room(plan));
+  whole.end = workspace.end();
+  return whole;
 }
 
 Extent share_blocks(const RowsPlan& plan, size_t share) {

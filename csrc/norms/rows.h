@@ -17,6 +17,7 @@ struct RowSums {
   RowsPlan plan;
   float *beta, *gamma;  // spans × padded length
   float* values;        // shares × (padded length + a block)
+  uintptr_t end;        // of the workspace
 };
 
 // The current row of one share of the threads; blocks come in ascending order.
@@ -29,12 +30,12 @@ struct RunningRows {
 
 RowsPlan plan_rows(uint64_t count, uint64_t length, int threads);
 uint64_t padded_length(const RowsPlan& plan);
-uint64_t workspace_bytes(const RowsPlan& plan);
 RowSums lay_out(const RowsPlan& plan, uintptr_t workspace);
 
 // Spans are never split: a share ends where a span ends.
 Extent share_blocks(const RowsPlan& plan, size_t share);
 RunningRows begin_share(const RowSums& whole, size_t share);
+inline void finish_share(RunningRows&) {}
 
 // After all shares: writes the sums of the gradient and of its products, (length,) each.
 void finish_rows(const RowSums& whole, double* beta, double* gamma);

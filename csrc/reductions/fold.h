@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "arguments/channels.h"
+
 namespace daf {
 
 // Combines rows i and i + stride, stride = …, 4, 2, 1 from the greatest power of 2 below `rows`.
@@ -26,7 +28,7 @@ void store_result(Number* results, uint64_t place, Number result) {
   std::memcpy(reinterpret_cast<char*>(results) + place * sizeof result, &result, sizeof result);
 }
 
-// Hands out aligned parts of a workspace; from address 0 it measures the need.
+// Hands out aligned parts of a workspace.
 class Workspace {
  public:
   explicit Workspace(uintptr_t address) : next_(address) {}
@@ -38,11 +40,9 @@ class Workspace {
     return reinterpret_cast<Item*>(aligned);
   }
 
-  // Bytes that suffice for any start of the workspace; for one laid out from address 0.
-  uint64_t bytes() const { return next_ + line_bytes; }
+  uintptr_t end() const { return next_; }
 
  private:
-  static constexpr uintptr_t line_bytes = 64;  // so that threads share no cache line
   uintptr_t next_;
 };
 

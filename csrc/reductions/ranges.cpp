@@ -32,16 +32,6 @@ float value_of(uint32_t key) {
   return value;
 }
 
-MeasureRanges place(const RangesPlan& plan, Workspace& workspace) {
-  MeasureRanges job{{}, plan, nullptr, nullptr, nullptr, nullptr, nullptr};
-  if (has_cells(plan)) job.cells = workspace.take<std::atomic<uint32_t>>(row_width(plan));
-  if (has_lanes(plan)) {
-    job.lanes = workspace.take<uint32_t>(plan.shares * 2 * lane_count(plan));
-    job.rows = workspace.take<uint32_t>(plan.shares * row_width(plan));
-  }
-  return job;
-}
-
 // Most candidates raise nothing: reading a shared cell is cheap while nobody writes it.
 void raise(std::atomic<uint32_t>& cell, uint32_t key) {
   uint32_t seen = cell.load(std::memory_order_relaxed);
@@ -115,15 +105,16 @@ RangesPlan plan_ranges(uint64_t count, Channels channels, int threads) {
   return plan;
 }
 
-uint64_t workspace_bytes(const RangesPlan& plan) {
-  Workspace workspace(0);
-  place(plan, workspace);
-  return workspace.bytes();
-}
-
 MeasureRanges lay_out(const RangesPlan& plan, uintptr_t address) {
   Workspace workspace(address);
-  return place(plan, workspace);
+  MeasureRanges job{{}, plan, nullptr, nullptr, nullptr, nullptr, nullptr, 0};
+  if (has_cells(plan)) job.cells = workspace.take<std::atomic<uint32_t>>(row_width(plan));
+  if (has_lanes(plan)) {
+    job.lanes = workspace.take<uint32_t>(plan.shares * 2 * lane_count(plan));
+    job.rows = workspace.take<uint32_t>(plan.shares * row_width(plan));
+  }
+  job.end = workspace.end();
+  return job;
 }
 
 void clear_cells(const MeasureRanges& job) {

@@ -32,12 +32,12 @@ struct MeasureRanges {
   uint32_t* lanes;               // shares × two halves × slots × lanes
   uint32_t* rows;                // shares × one row
   float *least, *greatest;       // the results, one for each channel
+  uintptr_t end;                 // of the workspace
 };
 
 // The plan with the strategy of the measured rule.
 RangesPlan plan_ranges(uint64_t count, Channels channels, int threads);
 RangesPlan plan_ranges(uint64_t count, Channels channels, int threads, RangeStrategy strategy);
-uint64_t workspace_bytes(const RangesPlan& plan);
 MeasureRanges lay_out(const RangesPlan& plan, uintptr_t workspace);
 
 // The accumulators of one share; all zero at first.

@@ -23,17 +23,6 @@ size_t span_blocks_for(uint64_t channels) {
   return blocks;
 }
 
-Sums place(const SumsPlan& plan, Workspace& workspace) {
-  const uint64_t partial = plan.spans * plan.channels.count;
-  const uint64_t lanes = plan.shares * lane_count(plan);
-  Sums whole{plan, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
-  whole.span_sums = workspace.take<double>(partial);
-  whole.span_squares = workspace.take<double>(partial);
-  whole.share_sums = workspace.take<double>(lanes);
-  whole.share_squares = workspace.take<double>(lanes);
-  return whole;
-}
-
 double sum_of_lanes(double (&lane)[slot_lanes]) {
   for (size_t width = slot_lanes / 2; width > 0; width /= 2)
     for (size_t i = 0; i < width; ++i) lane[i] += lane[i + width];
@@ -92,17 +81,16 @@ SumsPlan plan_sums(uint64_t count, Channels channels, int threads) {
   return plan;
 }
 
-uint64_t workspace_bytes(const SumsPlan& plan) {
-  Workspace workspace(0);
-  place(plan, workspace);
-  return workspace.bytes();
-}
-
 Sums lay_out(const SumsPlan& plan, uintptr_t address, double* sums, double* squares) {
   Workspace workspace(address);
-  Sums whole = place(plan, workspace);
-  whole.sums = sums;
-  whole.squares = squares;
+  const uint64_t partial = plan.spans * plan.channels.count;
+  const uint64_t lanes = plan.shares * lane_count(plan);
+  Sums whole{plan, nullptr, nullptr, nullptr, nullptr, sums, squares, 0};
+  whole.span_sums = workspace.take<double>(partial);
+  whole.span_squares = workspace.take<double>(partial);
+  whole.share_sums = workspace.take<double>(lanes);
+  whole.share_squares = workspace.take<double>(lanes);
+  whole.end = workspace.end();
   return whole;
 }
 

@@ -16,6 +16,7 @@ struct Sums {
   double *span_sums, *span_squares;    // spans × channels
   double *share_sums, *share_squares;  // shares × slots × lanes
   double *sums, *squares;              // the results, one for each channel
+  uintptr_t end;                       // of the workspace
 };
 
 // The sums of one share's current span; blocks come in ascending order.
@@ -26,8 +27,8 @@ struct RunningSums {
 };
 
 SumsPlan plan_sums(uint64_t count, Channels channels, int threads);
-uint64_t workspace_bytes(const SumsPlan& plan);
-Sums lay_out(const SumsPlan& plan, uintptr_t workspace, double* sums, double* squares);
+Sums lay_out(const SumsPlan& plan, uintptr_t workspace, double* sums = nullptr,
+             double* squares = nullptr);
 
 // Spans are never split: a share ends where a span ends.
 Extent share_blocks(const SumsPlan& plan, size_t share);

@@ -20,6 +20,23 @@ void run_alone(const Finish& finish) {
       1);
 }
 
+// All blocks, each share of them with a state of its own, which the job's `field` names.
+template <class Whole, class Running>
+bool run_in_shares(const PagedJob& job, const Whole& whole, Running* Job::* field) {
+  return run_shares(
+      [&](size_t share) {
+        const Extent blocks = share_blocks(whole.plan, share);
+        if (blocks.first >= blocks.last) return true;
+        Running running = begin_share(whole, share);
+        PagedJob mine = job;
+        mine.job.*field = &running;
+        const bool done = do_blocks(mine, blocks.first, blocks.last);
+        finish_share(running);
+        return done;
+      },
+      whole.plan.shares);
+}
+
 // Rows that begin and end with a block and, if possible, stay in the caches meanwhile.
 uint64_t rows_at_a_time(uint64_t length) {
   constexpr uint64_t cached_elements = 32 << 10;
@@ -38,18 +55,7 @@ bool run_blocks(const PagedJob& job, Extent blocks, int threads) {
 }
 
 bool run_summing(const PagedJob& job, const Sums& sums) {
-  const bool good = run_shares(
-      [&](size_t share) {
-        const Extent blocks = share_blocks(sums.plan, share);
-        if (blocks.first >= blocks.last) return true;
-        RunningSums running = begin_share(sums, share);
-        PagedJob mine = job;
-        mine.job.sums = &running;
-        const bool done = do_blocks(mine, blocks.first, blocks.last);
-        finish_share(running);
-        return done;
-      },
-      sums.plan.shares);
+  const bool good = run_in_shares(job, sums, &Job::sums);
   run_alone([&] { finish_sums(sums); });
   return good;
 }
@@ -77,16 +83,7 @@ bool run_row_gradient(const PagedJob& job, int threads) {
   const RowGradient& gradient = job.job.row_gradient;
   const RowsPlan plan = plan_rows(job.job.count, gradient.length, threads);
   const RowSums sums = lay_out(plan, reinterpret_cast<uintptr_t>(gradient.workspace));
-  const bool good = run_shares(
-      [&](size_t share) {
-        const Extent blocks = share_blocks(sums.plan, share);
-        if (blocks.first >= blocks.last) return true;
-        RunningRows running = begin_share(sums, share);
-        PagedJob mine = job;
-        mine.job.running_rows = &running;
-        return do_blocks(mine, blocks.first, blocks.last);
-      },
-      sums.plan.shares);
+  const bool good = run_in_shares(job, sums, &Job::running_rows);
   if (gradient.beta) run_alone([&] { finish_rows(sums, gradient.beta, gradient.of_gamma); });
   return good;
 }

@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daf.codecs.layout import layout_of
-from daf.codecs.scratch import Scratch
 from daf.core.policy import Need
 from daf.kernels import RowMoments
 from daf.kernels.devices import is_coded_on_device
@@ -102,17 +101,14 @@ class RowsHeld(NormSave):
         assert self._shift is not None
         return Channels(self._scale, self._shift, self._length)
 
-    def restore(self, scratch: Scratch) -> Tensor:
-        """Return the normalisation's input, less the rows' means where it subtracts these.
+    @property
+    def inverse(self) -> Channels:
+        """The affine from the values to the input, less the rows' means where it subtracts these.
 
         Means are not held; derivatives of any order are the same without.
         """
-        if isinstance(self.source, Kept):
-            return self.source.restore(scratch)
-        out = scratch.empty(self.layout)
         inverse = self._scale.reciprocal()
-        self.source.content.decode(out, Channels(inverse, torch.zeros_like(inverse), self._length))
-        return out
+        return Channels(inverse, torch.zeros_like(inverse), self._length)
 
     def run_again(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
         """Return PyTorch's own result."""

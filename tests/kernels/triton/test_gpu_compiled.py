@@ -73,9 +73,10 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
         add(triton_rotated.decode_rotated, **rotated, **READ)
     for kind in (0, 1, 2):
         add(triton_minmax.encode_minmax, TYPE=kind, BITS=8 - kind, **CODED)
-        add(triton_minmax.decode_minmax, TYPE=kind, BITS=8 - kind, **READ)
+        for has_grid in (True, False):
+            grid = {"HAS_GRID": has_grid, **READ}
+            add(triton_minmax.decode_minmax, TYPE=kind, BITS=8 - kind, **grid)
         add(triton_minmax.encode_steps, TYPE=kind, BITS=8 - kind, **CODED)
-        add(triton_minmax.decode_steps, TYPE=kind, BITS=8 - kind, **CODED)
     add(triton_bits.encode_mask, TYPE=0, ABOVE=False, **CODED)
     add(triton_bits.decode_mask, TYPE=2, **CODED)
     add(triton_bits.apply_mask, TYPE=1, **CODED)
@@ -99,7 +100,6 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
         shape = {"STRATEGY": strategy, "ROWS": 2048 // columns, "COLUMNS": columns}
         add(triton_reduction_kernels.reduce_ranges, **tile, **shape)
     add(triton_reduction_kernels.finish_ranges, ROWS=512, COLUMNS=8)
-    add(triton_reduction_kernels.span_sums, TYPE=0, SPANS=8)
     norms, sums = triton_norm_kernels, triton_reduction_kernels
     squares = {"values": None, "mask": ABSENT, "affine": None, "TYPE": 1, "VALUE_TYPE": 1}
     add(sums.channel_span_sums, COLUMNS=8, **squares)

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from daf.core.code_format import ElementType, Predicate
+from daf.core.code_format import Predicate
 from daf.kernels.reference.blocks import Affine, from_planes
 from daf.kernels.reference.codecs import encode_mask
-from daf.kernels.reference.elements import Floats, Planes, narrow
-from daf.kernels.reference.reductions import Doubles, Sums, channel_of, measure_products
+from daf.kernels.reference.elements import Floats, Planes, canonical
+from daf.kernels.reference.reductions import Sums, channel_of, measure_products
 
 
 class Moments(NamedTuple):
@@ -50,13 +50,13 @@ def statistics_of_sums(
     """Return moments of channels of ``count`` elements; ``running``: mean and variance before."""
     mean = sums.sums / count
     variance = np.maximum(sums.squares / count - mean * mean, 0)  # NaN stays
-    found = Moments(_rounded(mean), _rounded(1 / np.sqrt(variance + epsilon)))
+    found = Moments(canonical(mean), canonical(1 / np.sqrt(variance + epsilon)))
     if running is None:
         return found
     kept = np.float32(1 - momentum)
     unbiased = variance * (count / (count - 1))
     followed = (
-        _canonical(before * kept + _rounded(momentum * now))
+        canonical(before * kept + canonical(momentum * now))
         for before, now in zip(running, (mean, unbiased), strict=True)
     )
     return Moments(*found[:2], *followed)
@@ -71,11 +71,7 @@ def factors_of_sums(
     if gamma is not None:
         factor = factor * gamma.astype(np.float64)
     scale, shift = (-factor * total / count for total in (sums.squares, sums.sums))
-    return Factors(*map(_rounded, (scale, shift, factor, sums.squares, sums.sums)))
-
-
-def _rounded(values: Doubles) -> Floats:
-    return _canonical(values.astype(np.float32))
+    return Factors(*map(canonical, (scale, shift, factor, sums.squares, sums.sums)))
 
 
 @np.errstate(all="ignore")
@@ -91,11 +87,11 @@ def emit(
     if addend is not None:
         result = result + addend
     if not rectify:
-        return Emitted(_canonical(result), None)
+        return Emitted(canonical(result), None)
     high = np.float32(float("nan") if most == float("inf") else most)
     mask = encode_mask(result, Predicate.INSIDE, 0.0, float(high))
     bounded = np.where(result >= high, high, result)
-    return Emitted(_canonical(np.where(result <= 0, np.float32(0), bounded)), mask)
+    return Emitted(canonical(np.where(result <= 0, np.float32(0), bounded)), mask)
 
 
 @np.errstate(all="ignore")
@@ -107,7 +103,7 @@ def derive(
     if before is not None:
         result = before + result
     if affine is not None or before is not None:
-        result = _canonical(result)
+        result = canonical(result)
     return masked(result, mask)
 
 
@@ -133,9 +129,4 @@ def input_gradient(
     """Run the second pass of backward."""
     channel = channel_of(len(values), len(of_gradient.scale), of_gradient.inner)
     product = masked(gradient, mask) * of_gradient.scale[channel]
-    return _canonical(product + of_value.apply(values, 0))
-
-
-def _canonical(values: Floats) -> Floats:
-    result: Floats = narrow(values, ElementType.FLOAT32)
-    return result
+    return canonical(product + of_value.apply(values, 0))

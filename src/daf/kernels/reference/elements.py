@@ -52,6 +52,12 @@ def narrow(values: Floats, element_type: ElementType) -> Elements:
     return result
 
 
+def canonical(values: NDArray[np.floating[Any]]) -> Floats:
+    """Round to float32; NaN becomes the canonical one."""
+    result: Floats = narrow(values.astype(np.float32), ElementType.FLOAT32)
+    return result
+
+
 def bfloat16_nearest(values: Floats) -> NDArray[np.uint16]:
     """Round to nearest even; -0 becomes +0; too large becomes infinite."""
     return _round_bits(_bits(values + np.float32(0)))

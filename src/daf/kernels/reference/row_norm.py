@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from daf.core.code_format import ElementType
 from daf.kernels import ROWS_PER_SPAN
 from daf.kernels.reference.blocks import Affine
-from daf.kernels.reference.elements import Floats, narrow
+from daf.kernels.reference.elements import Floats, canonical
 from daf.kernels.reference.reductions import LANES, Doubles, halve
 
 
@@ -29,12 +28,12 @@ def row_affine(x: Floats, length: int, epsilon: float, *, centred: bool) -> Affi
     square = _row_sums(wide * wide) / length
     if not centred:
         inverse = 1.0 / np.sqrt(square + epsilon)
-        return Affine(_canonical(inverse), np.zeros(len(wide), np.float32), length)
+        return Affine(canonical(inverse), np.zeros(len(wide), np.float32), length)
     mean = _row_sums(wide) / length
     variance = square - mean * mean
     variance = np.where(variance < 0, 0.0, variance)  # NaN stays
     inverse = 1.0 / np.sqrt(variance + epsilon)
-    return Affine(_canonical(inverse), _canonical(-(mean * inverse)), length)
+    return Affine(canonical(inverse), canonical(-(mean * inverse)), length)
 
 
 @np.errstate(all="ignore")
@@ -50,7 +49,7 @@ def row_gradients(
     of_value = -(r * (_row_sums(g * v).astype(np.float64) / length))
     offset = -(r * (_row_sums(g).astype(np.float64) / length)) if centred else np.zeros(rows)
     a, b = of_value.astype(np.float32)[:, None], offset.astype(np.float32)[:, None]
-    x = _canonical(g * scale[:, None] + (v * a + b)).reshape(-1)
+    x = canonical(g * scale[:, None] + (v * a + b)).reshape(-1)
     return RowGradients(x, _column_sums(d), _column_sums(d * v))
 
 
@@ -72,8 +71,3 @@ def _column_sums(elements: Floats) -> Doubles:
             span += row
         total += span
     return np.where(np.isnan(total), np.nan, total)
-
-
-def _canonical(values: Doubles | Floats) -> Floats:
-    result: Floats = narrow(values.astype(np.float32), ElementType.FLOAT32)
-    return result

@@ -24,23 +24,22 @@ from daf.kernels.triton import bit_codecs, minmax, rotated
 from daf.kernels.triton.launch import (
     Tile,
     affine_of,
-    base_halves,
     elements_in,
+    halves,
     integer_items,
-    key_halves,
     launch,
     levels_on,
     magnitudes_on,
     mask_words,
     patterns,
 )
-from daf.kernels.triton.planes import DevicePlanes
+from daf.kernels.triton.planes import NO_PLANES, DevicePlanes
 
 _ELEMENTS_FOR_TURNS = 2**22  # a thousand programs
 _DECODERS = {
     Codec.ROTATED: rotated.decode_rotated,
     Codec.MINMAX: minmax.decode_minmax,
-    Codec.STEPS: minmax.decode_steps,
+    Codec.STEPS: minmax.decode_minmax,
     Codec.MASK: bit_codecs.decode_mask,
     Codec.DERIVATIVE: bit_codecs.decode_derivative,
     Codec.INTEGERS: bit_codecs.decode_integers,
@@ -76,7 +75,9 @@ def decode_values(code: CodedValues, decoding: Decoding) -> None:
             raise KernelError("asked to decode runs without a plane; each needs its first at least")
         levels, factors = levels_on(out.device, planes.bits, planes.kept)
         check_key(code.key)
-        options |= {"levels": levels, "factors": factors, **_runs(code), **key_halves(code.key)}
+        options |= {"levels": levels, "factors": factors, **_runs(code), **halves("key", code.key)}
+    else:
+        options["HAS_GRID"] = True
     count, first = elements_in(blocks, planes.elements), blocks[0] if blocks else 0
     kernel = _DECODERS[code.codec]
     _run(kernel, planes, {"destination": out}, count, first_block=first, **options)
@@ -110,7 +111,7 @@ def encode_elements(source: Tensor, planes: DevicePlanes, code: ElementCode) -> 
         options["borders"] = _checked_table("borders", code.table, 2**planes.bits - 1)
         _run(bit_codecs.encode_derivative, planes, {"source": source}, **options)
     else:
-        options |= base_halves(code.base)
+        options |= halves("base", code.base)
         _run(bit_codecs.encode_integers, planes, {"source": source}, **options)
     return worthless
 
@@ -120,13 +121,14 @@ def decode_elements(planes: DevicePlanes, destination: Tensor, code: ElementCode
     _checked(code.codec, planes)
     options: dict[str, Any] = {"BITS": planes.bits}
     if code.codec is Codec.STEPS:
-        options["affine"] = affine_of(code.channels)
+        options |= {"affine": affine_of(code.channels), "mask": NO_PLANES, "first_block": 0}
+        options |= {"ACCUMULATE": False, "HAS_GRID": False}
     elif code.codec is Codec.MASK:
         options = {"off_bits": _float32_bits(code.low), "on_bits": _float32_bits(code.high)}
     elif code.codec is Codec.DERIVATIVE:
         options["levels"] = _checked_table("levels", code.table, 2**planes.bits)
     else:
-        options |= base_halves(code.base)
+        options |= halves("base", code.base)
     _run(_DECODERS[code.codec], planes, {"destination": destination}, **options)
 
 
@@ -152,7 +154,7 @@ def _encode(
     **options: Any,
 ) -> None:
     check_key(key)
-    options |= {"affine": affine_of(affine), "BITS": planes.bits, **key_halves(key)}
+    options |= {"affine": affine_of(affine), "BITS": planes.bits, **halves("key", key)}
     _run(kernel, planes, {"source": source}, **options)
 
 

@@ -88,14 +88,9 @@ def mask_words(mask: DevicePlanes | None, count: int) -> PlaneWords:
     return NO_PLANES if mask is None else mask.words
 
 
-def key_halves(key: int) -> dict[str, int]:
-    """Return a 64-bit seed as two int32 patterns."""
-    return {"key_low": _signed(key), "key_high": _signed(key >> 32)}
-
-
-def base_halves(base: int) -> dict[str, int]:
-    """Return the base of packed integers as two int32 patterns."""
-    return {"base_low": _signed(base), "base_high": _signed(base >> 32)}
+def halves(name: str, value: int) -> dict[str, int]:
+    """Return 64 bits as two int32 patterns, arguments ``name_low`` and ``name_high``."""
+    return {f"{name}_low": _signed(value), f"{name}_high": _signed(value >> 32)}
 
 
 def double_bits(value: float) -> int:

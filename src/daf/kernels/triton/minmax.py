@@ -6,8 +6,6 @@ import triton
 import triton.language as tl
 
 from daf.kernels.triton.blocks import (
-    channel_affine,
-    channels_of,
     is_finite_bfloat16,
     joined_headers,
     load_codes,
@@ -15,7 +13,6 @@ from daf.kernels.triton.blocks import (
     load_values,
     prescale_of,
     store_codes,
-    store_elements,
     store_headers,
     tile,
     tile_blocks,
@@ -93,15 +90,20 @@ def decode_minmax(
     TYPE: tl.constexpr,
     BITS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    HAS_GRID: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Decode all planes from ``first_block`` on; then affine, accumulate, mask, round."""
+    """Decode all planes from ``first_block`` on; then affine, accumulate, mask, round.
+
+    Without a grid, values are the numbers of steps.
+    """
     blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
     there = blocks * 256 < count
-    least, step, good = load_headers(planes, blocks, there, BITS)
-    codes = load_codes(planes, blocks, there, tl.int32, BITS, BLOCKS)
-    values = least[:, None] + codes.to(tl.float32) * step[:, None]
-    values = tl.where(good[:, None], values, float("nan"))
+    values = load_codes(planes, blocks, there, tl.int32, BITS, BLOCKS).to(tl.float32)
+    if HAS_GRID:
+        least, step, good = load_headers(planes, blocks, there, BITS)
+        values = least[:, None] + values * step[:, None]
+        values = tl.where(good[:, None], values, float("nan"))
     write_values(
         destination, values, blocks, first_block, affine, mask, count, TYPE, ACCUMULATE, BLOCKS
     )
@@ -129,16 +131,3 @@ def encode_steps(
     position = tl.where(valid, position, 1.0)
     codes = tl.minimum(position.to(tl.int32) - 1, last)
     store_codes(planes, codes, blocks, there, BITS, BLOCKS)
-
-
-@triton.jit
-def decode_steps(
-    destination, planes, affine, count, TYPE: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """Write every number of steps, after the affine."""
-    blocks, place, valid, there = tile(count, BLOCKS)
-    codes = load_codes(planes, blocks, there, tl.int32, BITS, BLOCKS)
-    values = codes.to(tl.float32)
-    if affine is not None:
-        values = channel_affine(values, channels_of(blocks, affine.channels, affine.inner), affine)
-    store_elements(destination, place, valid, values, TYPE)

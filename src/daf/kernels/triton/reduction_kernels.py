@@ -112,22 +112,6 @@ def finish_ranges(
 
 
 @triton.jit
-def span_sums(source, sums, squares, count, TYPE: tl.constexpr, SPANS: tl.constexpr):
-    """Sum spans of 4096 elements, and their squares: 16 lanes, then strides 8, 4, 2, 1."""
-    span = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
-    total = tl.zeros((SPANS, 16), tl.float64)
-    energy = tl.zeros((SPANS, 16), tl.float64)
-    for step in range(256):
-        place = span[:, None] * 4096 + step * 16 + tl.arange(0, 16)[None, :]
-        value = load_elements(source, place, place < count, TYPE).to(tl.float64)
-        total += value
-        energy += value * value
-    there = span * 4096 < count
-    tl.store(sums + span, sum_lanes(total, SPANS), mask=there)
-    tl.store(squares + span, sum_lanes(energy, SPANS), mask=there)
-
-
-@triton.jit
 def _products(
     source,
     values,

@@ -24,7 +24,6 @@ from daf.kernels.triton.reduction_kernels import (
     fold_halves,
     reduce_ranges,
     side_by_side_sums,
-    span_sums,
 )
 
 _TILE = 2048
@@ -32,7 +31,7 @@ _MOST_PARTIALS = 512
 _MOST_ALONE = 8  # tiles that one program takes alone, to spare a second kernel; not tuned yet
 _WIDEST = 32
 _LEAST_SPAN_BLOCKS = 16
-_SPANS = 8  # of a whole tensor, or of channels side by side, per program
+_SPANS = 8  # of channels side by side, per program
 _MOST_COLUMNS = 128
 _LANES = 16
 _CHANNELS = 8
@@ -146,11 +145,7 @@ def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> Sums:
     shape = (2, *span_shape(count, channels))
     rows = torch.zeros(shape, dtype=torch.float64, device=source.device)
     spans = -(-count // span_elements(channels))
-    if count > 0 and channels == 1:
-        places: dict[str, Any] = {"source": elements, "sums": rows[0], "squares": rows[1]}
-        grid = (-(-spans // _SPANS),)
-        on_device(span_sums, grid, source.device, **places, count=count, TYPE=kind, SPANS=_SPANS)
-    elif count > 0:
+    if count > 0:
         alone = {
             "mask": NO_PLANES,
             "values": None,
@@ -159,7 +154,7 @@ def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> Sums:
             "affine": None,
         }
         given = {"source": elements, "count": count, "TYPE": kind, **alone}
-        sum_spans(rows, (0, spans), channels, inner, given)
+        sum_spans(rows, (0, spans), channels, count if channels == 1 else inner, given)
     return fold_spans(rows)
 
 

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from daf.codecs.codes import ElementsCode
 from daf.codecs.layout import layout_of
-from daf.codecs.scratch import Scratch
 from daf.kernels.devices import backend_of
 from daf.kernels.normalisation import Channels, Geometry, NormOutput, RunningStatistics, Statistics
 from daf.operators.eligibility import (
@@ -40,7 +39,7 @@ from daf.operators.norms.save import NormSave, Source
 from daf.operators.operator_context import InputHolder
 from daf.saved_tensors.ledger import Holding
 from daf.saved_tensors.norm_inputs import channel_stride, copied_affine
-from daf.saved_tensors.packed_tensor import Kept, Stored
+from daf.saved_tensors.packed_tensor import Stored
 
 
 class FusedNorm(FusedFunction):
@@ -85,13 +84,10 @@ class NormHeld(NormSave):
         """The affine from the input to the normalised values."""
         return self.statistics.forward(self.geometry.inner)
 
-    def restore(self, scratch: Scratch) -> Tensor:
-        """Return the normalisation's input."""
-        if isinstance(self.source, Kept):
-            return self.source.restore(scratch)
-        out = scratch.empty(self.layout)
-        self.source.content.decode(out, self.statistics.inverse(self.geometry.inner))
-        return out
+    @property
+    def inverse(self) -> Channels:
+        """The affine from the normalised values to the input."""
+        return self.statistics.inverse(self.geometry.inner)
 
     def run_again(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
         """Return PyTorch's own normalisation."""

@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -179,9 +178,7 @@ def _composite_bytes(
 
 def _chunks(kept: Tensor, chunk_bytes: int) -> list[tuple[int, int]]:
     """Return (first, last) entries of the batch whose weights fill a chunk, about equal."""
-    batch = len(kept)
-    count = max(1, min(batch, -(-4 * kept.numel() * _PARTS // chunk_bytes)))
-    return list(pairwise(batch * i // count for i in range(count + 1)))
+    return weight_gradient.chunks_of((*kept.shape, _PARTS), chunk_bytes)
 
 
 def _part(

@@ -41,6 +41,19 @@ class NormSave(FusedSave):
         """The affine from the input to the normalised values."""
 
     @property
+    @abstractmethod
+    def inverse(self) -> Channels:
+        """The affine from the normalised values to the input."""
+
+    def restore(self, scratch: Scratch) -> Tensor:
+        """Return the normalisation's input."""
+        if isinstance(self.source, Kept):
+            return self.source.restore(scratch)
+        out = scratch.empty(self.layout)
+        self.source.content.decode(out, self.inverse)
+        return out
+
+    @property
     def gamma(self) -> Tensor | None:
         """The copy of gamma, flat float32."""
         return None if self.result is None else self.result.content.scale
