@@ -435,6 +435,11 @@ def test_slow_growth_tightens_the_plan_and_never_passes_the_budget() -> None:
             assert session.plan is not None
             policies.append(session.plan.policy.name)
 
+        def grow() -> None:
+            while len(kept) < 20:
+                kept.append(ones(40))
+                step()
+
         step()  # brings in what the first step of a process loads
         gc.collect()
         session.budget = budget_bytes = process_memory.resident_bytes() + 220 * MIB
@@ -445,9 +450,7 @@ def test_slow_growth_tightens_the_plan_and_never_passes_the_budget() -> None:
         assert policies[0] == "plain"
         assert len(kept) > 1
         with pytest.raises(MemoryError):  # no plan is tight enough any more
-            while len(kept) < 20:
-                kept.append(ones(40))
-                step()
+            grow()
         assert process_memory.peak_bytes() <= budget_bytes
     assert native.settings() == (None, None)
     assert all(filled(array, 1) for array in kept)
