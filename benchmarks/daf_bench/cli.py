@@ -42,6 +42,7 @@ from daf_bench.kernels.plot import draw_roofline
 from daf_bench.kernels.reductions_plot import draw_reduce
 from daf_bench.kernels.varying_reductions import VaryingJob, quick_varying_job, run_varying
 from daf_bench.memory import allocator as allocator_bench
+from daf_bench.memory import outside as outside_bench
 from daf_bench.memory import pressure as pressure_bench
 from daf_bench.memory import survival as survival_bench
 from daf_bench.memory.allocator_plot import draw_trade
@@ -102,6 +103,13 @@ def allocator_command(
     name = images or main_job.default_data()
     job = allocator_bench.quick_job(name) if quick else allocator_bench.full_job(name, text)
     measure(partial(allocator_bench.run, job), as_json=as_json, draw=draw_trade, picture=picture)
+
+
+@app.command("outside")
+def outside_command(quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """Measure what libraries take beside the process's account, which no limit refuses."""
+    size = outside_bench.MB * (20 if quick else 100)
+    measure(partial(outside_bench.run, size), as_json=as_json)
 
 
 @app.command("operators")

@@ -54,6 +54,7 @@ STRESS_NAMES = {
     "malloc": "glibc malloc",
     "malloc-return": "glibc malloc returning large blocks",
 }
+OUTSIDE_COLUMNS = ("peak", "account_peak", "outside_peak", "outside_kept")
 
 
 def main_figures(result: dict[str, Any]) -> str:
@@ -189,6 +190,23 @@ def allocator_figures(result: dict[str, Any]) -> str:
     )
 
 
+def outside_figures(result: dict[str, Any]) -> str:
+    """What libraries take, in the account and beside it, in Markdown."""
+    lines = [
+        measured_by(result, "outside"),
+        "",
+        "| library | work | MB at the peak | in the account | outside | outside after it |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        if "peak_bytes" in row:
+            cells = (row[f"{name}_bytes"] / MB for name in OUTSIDE_COLUMNS)
+            name = f"{row['library']} {row['version']}".strip()
+            numbers = " | ".join(f"{cell:.0f}" for cell in cells)
+            lines.append(f"| {name} | {row['does']} | {numbers} |")
+    return "\n".join(lines)
+
+
 def sweep_figures(result: dict[str, Any]) -> str:
     """The sweep's tables, in Markdown: counts, then every point of DAF's own policy."""
     rows, figures = result["rows"], result["figures"]
@@ -268,6 +286,7 @@ TABLES = (
     (ROOT / "docs" / "kernels.md", "kernels", kernel_figures),
     (ROOT / "docs" / "pool.md", "pool", pool_figures),
     (ROOT / "docs" / "allocator.md", "allocator", allocator_figures),
+    (ROOT / "docs" / "limits.md", "outside", outside_figures),
     (ROOT / "docs" / "sweep.md", "sweep", sweep_figures),
     (ROOT / "docs" / "sweep.md", "policies", policies_figures),
     (ROOT / "docs" / "sweep.md", "survival", survival_figures),
