@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace daf {
@@ -202,7 +203,10 @@ Relocations::Slots Relocations::scan(const dl_phdr_info& info) const {
   return library;
 }
 
+// Most walks change nothing, and write-protection is two system calls.
 void Relocations::update(const Slots& library) {
+  const auto due = [&](const Slot& slot) { return is_due(slot); };
+  if (std::none_of(library.slots.begin(), library.slots.end(), due)) return;
   const bool is_protected = library.protected_first < library.protected_last;
   void* first = reinterpret_cast<void*>(library.protected_first);
   const size_t bytes = library.protected_last - library.protected_first;
@@ -211,14 +215,19 @@ void Relocations::update(const Slots& library) {
   if (is_protected) mprotect(first, bytes, PROT_READ);
 }
 
-void Relocations::update(const Slot& slot) {
-  const uintptr_t ours = replacement(slot);
+bool Relocations::is_due(const Slot& slot) const {
   const uint32_t bit = 1u << slot.redirection;
+  const bool ours = __atomic_load_n(slot.address, __ATOMIC_ACQUIRE) == replacement(slot);
+  return ours ? (restore_ & bit) != 0 : (apply_ & bit) != 0;
+}
+
+void Relocations::update(const Slot& slot) {
+  if (!is_due(slot)) return;
   const uintptr_t now = __atomic_load_n(slot.address, __ATOMIC_ACQUIRE);
-  if ((apply_ & bit) && now != ours) {
+  if (now != replacement(slot)) {
     originals_[slot.address] = slot.resolved ? slot.resolved : now;
-    __atomic_store_n(slot.address, ours, __ATOMIC_RELEASE);
-  } else if ((restore_ & bit) && now == ours) {
+    __atomic_store_n(slot.address, replacement(slot), __ATOMIC_RELEASE);
+  } else {
     __atomic_store_n(slot.address, originals_.at(slot.address), __ATOMIC_RELEASE);
   }
 }

@@ -65,6 +65,7 @@ class Relocations {
   bool unchanged(const dl_phdr_info& info) const;
   Slots scan(const dl_phdr_info& info) const;
   void resolve();
+  bool is_due(const Slot& slot) const;
   void update(const Slots& library);
   void update(const Slot& slot);
   uintptr_t replacement(const Slot& slot) const;
