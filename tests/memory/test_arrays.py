@@ -422,6 +422,26 @@ def test_a_burst_is_a_memory_error_and_the_next_step_trains() -> None:
         assert process_memory.peak_bytes() <= budget_bytes
 
 
+def test_a_step_whose_array_was_refused_runs_again_under_a_tighter_plan() -> None:
+    """The array fits once the step holds less: what the first attempt had is given back."""
+    session, batch, _ = budgeted(220 * MIB, depth=5)
+    sizes_mib = iter((0.0, 400.0, 0.0))  # of a step, then of two attempts at the next one
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        mean = model(batch).square().mean()
+        ones(next(sizes_mib, 0.0) if session.plan is not None and not session.is_measuring else 0.0)
+        return mean
+
+    with session:
+        session.prepare(batch, loss)
+        before = [each.detach().clone() for each in session.model.parameters()]
+        sizes_mib = iter((400.0, 0.0))
+        report = session.step(batch, loss)
+        assert next(sizes_mib, None) is None  # both attempts were made
+        assert report.budget_bytes is not None
+        assert not all(map(torch.equal, before, session.model.parameters()))
+
+
 @needs_peak
 def test_slow_growth_tightens_the_plan_and_never_passes_the_budget() -> None:
     model, batch = model_and_batch(depth=5)

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from daf.capture.capture import Capture
 from daf.core.errors import (
+    BudgetError,
     DivergedError,
     DoubleBackwardError,
     FusionError,
@@ -136,7 +137,7 @@ class StepRetries:
 
     def _attempt(
         self, context: StepContext, plan: Plan, snapshot: StepSnapshot, *, planned: bool
-    ) -> float | PoolFullError | RuntimeError | SplitError | NonFiniteLossError | None:
+    ) -> float | MemoryError | RuntimeError | SplitError | NonFiniteLossError | None:
         """Return the loss, or the error that another plan can mend, or operators that learned.
 
         None: this was a rehearsal of a step that will release gradients.
@@ -162,7 +163,9 @@ class StepRetries:
             if not self.capture.stop_deferring(f"a step that deferred it failed: {error}"):
                 raise
             return _bare(error)
-        except RuntimeError as error:
+        except BudgetError:
+            raise
+        except (RuntimeError, MemoryError) as error:  # MemoryError: of NumPy's
             if not self.keeper.has_refused(error, refusals):
                 raise
             return _bare(error)
