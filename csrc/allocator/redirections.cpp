@@ -66,8 +66,10 @@ bool takes_array(size_t bytes) { return bytes >= large_from_bytes && state().ins
 void* make_array(size_t bytes) {
   void* pointer = nullptr;
   const int failed = allocate(&pointer, small_alignment, bytes, reclaiming);
-  if (failed) errno = failed;
-  return pointer;
+  if (!failed) return pointer;
+  Refusals::forget_words();
+  errno = failed;
+  return nullptr;
 }
 
 // Writes to every page: programs keep arrays for long that they fill later, and what the account

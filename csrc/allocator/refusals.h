@@ -32,6 +32,9 @@ class Refusals {
     return buffer;
   }
 
+  // For who has words of its own, or this thread's next error of PyTorch's would say them.
+  static void forget_words() { text_[0] = 0; }
+
   // True for what is made on the way out of a refusal (random states, scalars): objects of up to
   // 16 KiB, 1 MiB of them since the limit was set, a part of what budgets spare.
   bool may_overdraw(uint64_t bytes) {

@@ -199,7 +199,12 @@ def test_beyond_the_limit_it_is_a_memory_error_and_nothing_changes() -> None:
         assert filled(ones(9), 1)
         with pytest.raises(RuntimeError, match="DAF's limit"):
             torch.ones(11 * MIB)
-        del array
+        with pytest.raises(MemoryError):
+            ones(11)
+    with pytest.raises(RuntimeError, match="can't allocate memory") as error:
+        torch.empty(2**55)  # refused by the system
+    assert "DAF" not in str(error.value)
+    del array
 
 
 def test_the_reclaim_hook_is_asked_before_an_array_is_refused() -> None:
