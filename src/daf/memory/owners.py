@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -67,6 +68,7 @@ class Owners:
     def __init__(self) -> None:
         self._claims: dict[Claim, None] = {}  # in order of entering
         self._changes = 0
+        self._modules = 0  # imported when libraries were looked at last
         # Held by a session while it measures, plans and steps. The process has one peak, one limit
         # and one global random state, so that sessions of several threads take turns.
         self.turn = threading.RLock()
@@ -128,7 +130,7 @@ class Owners:
             if problem:
                 raise cannot_redirect(problem)
         elif redirects:
-            native.refresh()  # NumPy may have been imported since
+            self.redirect_imported()
         native.set_cap(_least(claim.cap_bytes for claim in claims))
         expected = _least(claim.expected_bytes for claim in claims)
         limit = _limit_of(claims)
@@ -137,6 +139,12 @@ class Owners:
         glibc.return_freed_blocks(any(claim.returns_freed_blocks for claim in claims))
         if not redirects and native.is_installed():
             native.remove()
+
+    def redirect_imported(self) -> None:
+        """Redirect libraries that were loaded since, if anything was imported: NumPy, say."""
+        if len(sys.modules) != self._modules:
+            self._modules = len(sys.modules)
+            native.refresh()  # takes 0.1 ms
 
     def _make_room(self, missing_bytes: int) -> int:
         """Free memory for an allocation at the limit, on its thread; returns bytes, 0: refused."""

@@ -8,9 +8,11 @@ Elsewhere psutil's resident size and the largest sample, which misses what happe
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import psutil
@@ -19,29 +21,47 @@ import torch
 CPU = torch.device("cpu")
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFERENCES = Path("/proc/self/clear_refs")
+_MOST_READ = 1 << 14
 _RESET_PEAK_COMMAND = "5"  # proc(5): reset the peak resident set size
 
 
 def field_bytes(path: Path, field: str) -> int:
     """Return a field of a file of ``/proc`` that counts KiB; raises OSError if it has none."""
-    prefix = field + ":"
-    for line in path.read_text().splitlines():
-        if line.startswith(prefix):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{path} has no field {field}")
+    return _field_bytes(path.read_bytes(), field)
+
+
+def _field_bytes(content: bytes, field: str) -> int:
+    _, _, found = content.partition(f"\n{field}:".encode())
+    if not found:
+        raise OSError(f"/proc has no field {field}")
+    return int(found.split(None, 1)[0]) * 1024
+
+
+@lru_cache(maxsize=1)
+def _open_status(_process: int) -> int:
+    """Return a descriptor of this process's own status: to open it costs five times a reading."""
+    return os.open(_STATUS, os.O_RDONLY)
+
+
+def _own_bytes(field: str) -> int:
+    try:
+        return _field_bytes(os.pread(_open_status(os.getpid()), _MOST_READ, 0), field)
+    except OSError:  # somebody closed all descriptors, or there is no such field
+        _open_status.cache_clear()
+        return field_bytes(_STATUS, field)
 
 
 def resident_bytes() -> int:
     """Return this process's resident bytes."""
     if _STATUS.exists():
-        return field_bytes(_STATUS, "VmRSS")
+        return _own_bytes("VmRSS")
     return int(psutil.Process().memory_info().rss)
 
 
 def swapped_bytes() -> int:
     """Return this process's bytes that the system has swapped out; 0 where that is not reported."""
     try:
-        return field_bytes(_STATUS, "VmSwap")
+        return _own_bytes("VmSwap")
     except OSError:
         return 0
 
@@ -63,7 +83,7 @@ def peak_bytes() -> int:
     """
     if not _STATUS.exists():
         return resident_bytes()
-    return field_bytes(_STATUS, "VmHWM") + swapped_bytes()
+    return _own_bytes("VmHWM") + swapped_bytes()
 
 
 def reset_peak() -> bool:

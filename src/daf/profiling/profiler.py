@@ -273,7 +273,7 @@ class Profiler:
             return Times(((largest.examples, largest.step_ms),))
         sizes = fitting if self._refusal else [*halvings(fitting[-1], self._least)]
         timer = StepTimer(self.capture, self.memory, self._operators.of, self._settle)
-        timed = partial(timer.faster_of_two, context)
+        timed = partial(timer.fastest, context)
         kept = []
         for size in sorted(sizes):
             step_ms = self._within(budget_bytes, partial(timed, plain_policy(), size))

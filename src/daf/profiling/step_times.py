@@ -1,4 +1,4 @@
-"""Times small steps, twice each."""
+"""Times small steps, twice each; very short ones more often."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from daf.core.policy import Policy
 from daf.memory.domain import MemoryDomain
 from daf.step.context import StepContext
 from daf.step.microbatch import drop_gradients, read_loss
+
+TOGETHER_MS, MOST_RUNS = 20.0, 8
 
 
 class Times(NamedTuple):
@@ -35,11 +37,13 @@ class StepTimer:
     planned: Callable[[Policy, int], Policy]
     settle: Callable[[], None]
 
-    def faster_of_two(self, context: StepContext, policy: Policy, examples: int) -> float:
-        """Return the time of a step (ms): disturbances only add time."""
-        found_ms = min(self._once(context, policy, examples) for _ in range(2))
+    def fastest(self, context: StepContext, policy: Policy, examples: int) -> float:
+        """Return the least time of some steps (ms): disturbances only add time."""
+        found_ms: list[float] = []
+        while len(found_ms) < 2 or (sum(found_ms) < TOGETHER_MS and len(found_ms) < MOST_RUNS):
+            found_ms.append(self._once(context, policy, examples))
         self.settle()
-        return found_ms
+        return min(found_ms)
 
     def _once(self, context: StepContext, policy: Policy, examples: int) -> float:
         part, policy = context.first(examples), self.planned(policy, examples)

@@ -72,6 +72,7 @@ class BudgetController:
         self._on_lower = on_lower
         self._system = system
         self._watcher: Watcher | None = None
+        self._looked_s = float("-inf")
         budget_bytes, reason = self._governor.reading
         self.budget_bytes = budget_bytes
         self.is_anothers = False
@@ -99,10 +100,16 @@ class BudgetController:
         Raises:
             Exception: what the user's own budget function raised.
         """
-        self._governor.refresh()
+        is_fresh = time.perf_counter() - self._looked_s < LOOK_S and self.is_watching
+        if not is_fresh or callable(self.asked):
+            self._look()
         self._act()
         self.watch()
         return self.budget_bytes
+
+    def _look(self, *, urgent: bool = False) -> None:
+        self._governor.refresh(urgent=urgent)
+        self._looked_s = time.perf_counter()
 
     def bound(self, plan: Plan) -> int | None:
         """Bound memory for a step; return the budget less the plan's peak, None without one."""
@@ -149,7 +156,7 @@ class BudgetController:
     def look(self, urgent: bool) -> float:
         """Refresh and act, on the watcher's thread; return the seconds until the next look."""
         try:
-            self._governor.refresh(urgent=urgent)
+            self._look(urgent=urgent)
         except Exception:  # a user's function may raise anything; the next step's refresh raises it
             return LOOK_FAR_S
         self._act()

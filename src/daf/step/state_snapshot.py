@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,14 @@ class StateSnapshot:
     ``holds_tensors``: tensors in attributes are held and copied too.
     """
 
+    _generators: ClassVar = Generators()  # NumPy's state is read again only where it changed
+
     def __init__(
         self, model: nn.Module, loss_fn: Any = None, *, holds_tensors: bool = True
     ) -> None:
         self._model = model
         gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
-        self._random = Generators().state(torch.device("cuda", gpu) for gpu in range(gpus))
+        self._random = self._generators.state(torch.device("cuda", gpu) for gpu in range(gpus))
         self._elsewhere = state_elsewhere(model, loss_fn, holds_tensors=holds_tensors)
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._attributes = PythonState(model, holds_tensors=holds_tensors)
