@@ -266,6 +266,91 @@ def test_an_update_without_room_changes_nothing_and_the_bound_stays() -> None:
         assert native.settings()[1] is not None
 
 
+def test_the_state_of_another_optimizer_takes_room_too() -> None:
+    model = nn.Linear(4096, 2048)  # 32 MB; Adam's state takes 64
+    own, other = sgd(model), torch.optim.Adam(model.parameters())
+    before = model.weight.detach().clone()
+    budget = process_memory.resident_bytes() + 300_000_000
+    with Session(model, own, budget, tolerance=0) as session:
+        session.backward(torch.randn(64, 4096), lambda m, b: m(b).square().mean())
+        assert isinstance(session._keeper, MemoryKeeper)
+        limit = session._keeper.hard_limit_bytes
+        assert limit is not None
+        held = torch.ones(limit - native.take_watermark()[1] - 50_000_000, dtype=torch.uint8)
+        with pytest.raises(BudgetError):
+            other.step()
+        assert torch.equal(model.weight, before)
+        del held
+        other.step()
+        assert not torch.equal(model.weight, before)
+        assert session.peak_bytes <= budget
+
+
+class Failing(torch.optim.SGD):
+    is_broken = False
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        if self.is_broken:
+            raise ArithmeticError("of the optimizer's own")
+        super().step()
+
+
+def test_an_update_that_fails_leaves_the_next_one_and_the_bound_as_they_were() -> None:
+    model = mlp()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    with Session(model, optimizer, tight(300_000_000), tolerance=0) as session:
+        for is_broken in (True, True, False):
+            session.backward(rows(64), mean)
+            optimizer.is_broken = is_broken
+            before = model[0].weight.detach().clone()
+            if is_broken:
+                with pytest.raises(ArithmeticError):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            assert torch.equal(model[0].weight, before) == is_broken
+        assert native.settings()[1] is not None
+        optimizer.is_broken = True
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        session.backward(rows(64), mean)
+        assert native.settings()[1] is not None
+        assert not session._runner.is_updating
+
+
+def test_a_scaled_loss_that_overflows_is_the_scalers_business() -> None:
+    model = mlp()
+    plain, batch = copy.deepcopy(model), rows(64)
+    optimizers = sgd(model), sgd(plain)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**127) for _ in range(2)]
+    with Session(model, optimizers[0], None) as session:
+        for _ in range(4):
+            optimizers[0].zero_grad()
+            session.backward(batch, lambda m, b: scalers[0].scale(16 * mean(m, b)))
+            scalers[0].step(optimizers[0])
+            scalers[0].update()
+            optimizers[1].zero_grad()
+            scalers[1].scale(16 * mean(plain, batch)).backward()
+            scalers[1].step(optimizers[1])
+            scalers[1].update()
+    assert scalers[0].get_scale() == scalers[1].get_scale() < 2.0**127
+    assert_same_weights(model, plain)
+
+
+def test_another_door_plans_anew_where_gradients_may_be_released() -> None:
+    model = mlp()
+    options = {"tolerance": 0, "release_gradients": "auto"}
+    with Session(model, sgd(model), tight(300_000_000), **options) as session:
+        session.backward(rows(64), mean)
+        reasons = [row.get("reason", "") for row in session.explain()]
+        assert any("session.backward leaves" in reason for reason in reasons)
+        model.zero_grad()
+        session.step(rows(64), mean)
+        reasons = [row.get("reason", "") for row in session.explain()]
+        assert not any("session.backward leaves" in reason for reason in reasons)
+
+
 def test_hooks_end_with_the_session() -> None:
     model = mlp()
     hooks = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)

@@ -108,6 +108,8 @@ class PlanSelector(Resumable):
 
     def allow(self, allowed: Allowed) -> None:
         """Plan from now on with what execution can carry out."""
+        if allowed != self.constraints.allowed:
+            self._left_alone = None
         self.constraints = replace(self.constraints, allowed=allowed)
 
     def settle_on(self, plan: Plan | None) -> None:

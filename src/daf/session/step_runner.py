@@ -7,8 +7,9 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -28,6 +29,7 @@ from daf.core.plan import Plan
 from daf.core.step_report import StepReport
 from daf.memory.keeper import Keeper
 from daf.planning.bit_widths import is_lossy
+from daf.profiling.model_memory import optimizer_bytes_to_come, update_bytes
 from daf.session.counters import StepCounters
 from daf.session.noise_controller import NoiseController
 from daf.session.plan_autotuner import StepMeasurement
@@ -211,6 +213,7 @@ class StepRunner:
     counters: StepCounters
     keeper: Keeper
     is_updating: bool = False
+    passing_bytes: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)
 
     def run(self, context: StepContext, max_grad_norm: float | None = None) -> StepReport:
         """Run one step; ``Session.step`` names what it raises."""
@@ -259,7 +262,8 @@ class StepRunner:
             if not self._has_diverged(math.nan, plan):
                 raise
             return math.nan, plan, True
-        return loss, running, self._has_diverged(loss, running)
+        # One that is not finite here was scaled: that is its scaler's business.
+        return loss, running, math.isfinite(loss) and self._has_diverged(loss, running)
 
     def _has_diverged(self, loss: float, running: Plan) -> bool:
         """Watch only runs under lossy codes: exact runs are the user's own."""
@@ -268,52 +272,60 @@ class StepRunner:
     def update(self, max_grad_norm: float | None = None) -> float | None:
         """Update the parameters by the gradients that they have; ``Session.update`` says more."""
         norm = self._clip(max_grad_norm)
-        self._reserve()
+        self._reserve(self._needed_bytes(self.optimizer))
         self._update()
         return norm
 
     @contextmanager
-    def users_update(self) -> Iterator[None]:
+    def users_update(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Bound an update that user code makes, by any optimizer over the model's parameters.
 
         Raises:
             BudgetError: there is no room for it; nothing was updated.
         """
-        self._reserve()
-        with self._updating():
+        needed_bytes = self._needed_bytes(optimizer)
+        self._reserve(needed_bytes)
+        with self._updating(needed_bytes):
             yield
 
-    def _reserve(self) -> None:
+    def _reserve(self, needed_bytes: int) -> None:
         """Make room for an update, or raise before it began."""
         if self.plan_controller.budget_bytes is None:
             return
         self.retries.release_scratch()
         try:
-            self.keeper.reserve(self._needed_bytes())
+            self.keeper.reserve(needed_bytes)
         except RuntimeError as error:
             refusal = self.plan_controller.refusal()
             if refusal is None:
                 raise
             raise out_of_memory(refusal, self.keeper.memory_name) from error
 
-    def _needed_bytes(self) -> int:
-        return self.plan_controller.update_bytes(has_state=bool(self.optimizer.state))
+    def _needed_bytes(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the bytes of an update: as profiled, or of another optimizer by trials."""
+        if optimizer is self.optimizer:
+            return self.plan_controller.update_bytes(has_state=bool(optimizer.state))
+        if self.plan_controller.budget_bytes is None:
+            return 0
+        if optimizer not in self.passing_bytes:
+            self.passing_bytes[optimizer] = update_bytes(optimizer, self.counters.memory)
+        return self.passing_bytes[optimizer] + optimizer_bytes_to_come(optimizer)
 
     @contextmanager
-    def _updating(self) -> Iterator[None]:
+    def _updating(self, needed_bytes: int) -> Iterator[None]:
         plan = self.plan_controller.selector.plan
         if plan is None or plan.return_freed_blocks:
             self.retries.release_scratch()
         self.is_updating = True
         try:
-            with self.keeper.unbounded(self._needed_bytes()):
+            with self.keeper.unbounded(needed_bytes):
                 yield
                 self.rollback.save_if_good()
         finally:
             self.is_updating = False
 
     def _update(self) -> None:
-        with self._updating():
+        with self._updating(self._needed_bytes(self.optimizer)):
             compiler.step(self.optimizer)
         self.retries.users.note_left()
 

@@ -26,23 +26,30 @@ class UsersUpdates:
         self._model = model
         self._runner = runner
         self._hooks = ExitStack()
+        self._begun = ExitStack()
         self._is_watching = False
 
     def watch(self) -> None:
         """Bound from now on every such update, until ``close`` or the end of this object."""
+        self._begun.close()  # of an update that failed, or whose closure calls this
         if self._is_watching:
             return
         self._is_watching = True
-        begun, own = ExitStack(), weakref.ref(self)
+        begun, own = self._begun, weakref.ref(self)
+        outermost: list[torch.optim.Optimizer] = []  # an optimizer's step may call another's
 
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             updates = own()
+            if optimizer in outermost:
+                begun.close()  # the one before failed
             if updates is not None and updates._is_concerned(optimizer):
-                begun.close()  # of a step that failed
-                begun.enter_context(updates._runner.users_update())
+                begun.enter_context(updates._runner.users_update(optimizer))
+                outermost.append(optimizer)
+                begun.callback(outermost.clear)
 
-        def after(*_: Any) -> None:
-            begun.close()
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if optimizer in outermost:
+                begun.close()
 
         for handle in (
             register_optimizer_step_pre_hook(before),
@@ -53,6 +60,7 @@ class UsersUpdates:
 
     def close(self) -> None:
         """Leave updates to the user again."""
+        self._begun.close()
         self._hooks.close()
 
     def _is_concerned(self, optimizer: torch.optim.Optimizer) -> bool:

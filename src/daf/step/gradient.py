@@ -21,7 +21,7 @@ from daf.memory.domain import device_of
 from daf.memory.keeper import Keeper
 from daf.step.context import StepContext
 from daf.step.dry_run import dry_run
-from daf.step.gradient_release import GradientRelease
+from daf.step.gradient_release import LEFT_TO_USER, GradientRelease
 from daf.step.loss_scale import ScaleWatch
 from daf.step.loss_weights import LossWeights, PartWeights, parameter_names
 from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
@@ -35,10 +35,17 @@ COUNTED_EVERY = 16  # steps, where a plan keeps all that PyTorch saves
 
 
 class _Losses:
-    """Losses of micro-batches; reading one waits. ``refuse`` raises for a non-finite loss."""
+    """Losses of micro-batches; reading one waits. ``refuse`` raises for a non-finite loss.
 
-    def __init__(self, refuse: Callable[[Any, float], NoReturn]) -> None:
+    ``may_scale``: where a ``GradScaler`` scaled it, that skips the update instead.
+    """
+
+    def __init__(
+        self, refuse: Callable[[Any, float], NoReturn], *, may_scale: bool = False
+    ) -> None:
         self._refuse = refuse
+        self._may_scale = may_scale
+        self.is_scaled = False
         self._unread: list[tuple[Any, float | Tensor, Tensor, Tensor, Tensor | None]] = []
         self._total = self.weight = 0.0
         self.is_sum = False
@@ -63,7 +70,8 @@ class _Losses:
         for part, part_weight, total, mean, scale in unread:
             weight = float(part_weight)
             value = mean.item() if weight else total.item()
-            if not math.isfinite(value):
+            self.is_scaled = self._may_scale and scale is not None
+            if not math.isfinite(value) and not self.is_scaled:
                 self._refuse(part, value)
             value /= 1.0 if scale is None else scale.item()
             self._total += value * weight if weight else value
@@ -137,7 +145,8 @@ class GradientStep:
         weights = None
         if len(parts) > 1:
             weights = PartWeights(context.choice.weighing, parameter_names(self._model))
-        losses = _Losses(partial(self._refuse_nonfinite, context, snapshot, weights))
+        refuse = partial(self._refuse_nonfinite, context, snapshot, weights)
+        losses = _Losses(refuse, may_scale=self.release.kept_because == LEFT_TO_USER)
         reads_first = self._reads_first()
         for index, part in enumerate(parts):
             with losses.explaining():
@@ -150,7 +159,7 @@ class GradientStep:
         losses.read()
         if weights is not None:
             weights.check()
-        if math.isnan(losses.mean):
+        if math.isnan(losses.mean) and not losses.is_scaled:
             self._refuse_nonfinite(context, snapshot, weights, context.batch, losses.mean)
         if losses.is_sum and weights is not None:
             others = parameters_elsewhere(self._model, context.loss_fn)
