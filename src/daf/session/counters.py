@@ -62,9 +62,10 @@ class StepCounters(Resumable):
     def note_step(self, micro_batches: float) -> None:
         """Count one step of ``micro_batches`` micro-batches."""
         self.step_index += 1
-        plain = int(self._capture.stats.plain_peak_bytes * max(1.0, micro_batches))
+        stats = self._capture.stats
+        plain = int(stats.plain_peak_bytes * max(1.0, micro_batches))
         self.saved_bytes_plain = max(self.saved_bytes_plain, plain)
-        self.evicted_bytes += self._capture.stats.evicted_bytes
+        self.evicted_bytes += stats.evicted_bytes
 
     def note_held(self, autotuner: PlanAutotuner) -> None:
         """Count what the step held; after a trial of plans, only what the chosen plan held."""

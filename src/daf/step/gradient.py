@@ -121,7 +121,7 @@ class GradientStep:
         planned: bool,
         needed_bytes: int = 0,
     ) -> float:
-        """Leave the gradient of the mean loss in the parameters; return that loss.
+        """Leave the gradient of the mean loss in the parameters, which have none; return that loss.
 
         ``snapshot`` is restored if the loss is not finite. ``planned`` is True if the plan decides
         on gradient release; else it is done wherever allowed. ``needed_bytes`` are reserved before
@@ -134,7 +134,6 @@ class GradientStep:
         """
         if not self.is_dry_run:
             self._on_commit = partial(self._keeper.commit, needed_bytes)
-        self._optimizer.zero_grad(set_to_none=True)
         parts = context.parts(plan.micro_batch)
         self._dry_run_once(context, plan.policy)
         self.release.begin(
