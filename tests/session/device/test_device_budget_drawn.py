@@ -54,7 +54,8 @@ class HostCopies:
     """Done when asked for, to memory that is not the simulated device's."""
 
     def out(self, source: Tensor) -> tuple[Tensor, None]:
-        return torch.from_numpy(source.numpy().copy()), None
+        copied = bytearray(source.numpy().tobytes())  # large arrays of NumPy's are in the account
+        return torch.frombuffer(copied, dtype=source.dtype).reshape(source.shape), None
 
     def back(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
