@@ -59,7 +59,7 @@ FIELDS: Mapping[str, str] = {
     "piece_ms": "micro_batch_ms",
 }
 # Fields that only one side may have, and the value with which they say nothing.
-SILENT: Mapping[str, Any] = {"group": 1, "codec": ""}
+SILENT: Mapping[str, Any] = {"group": 1, "codec": "", "gradient_norm": None}
 # Operators that a policy names, and the flags that it had for them.
 OPERATORS: Mapping[str, str] = {
     "batch_norm": "fused",
@@ -315,7 +315,7 @@ def plan_of(plain: Any) -> Any:
         raise LookupError(f"plans are read by newer trees only, not by {kind.__module__}")
     for _, treatment in policy["by_need"] + policy["by_site"]:
         for field, value in SILENT.items():
-            if treatment.get(field) == value:
+            if field in treatment and treatment[field] == value:
                 del treatment[field]
     return TREE.get("plain", "from_plain")(TREE.get("plan", "Plan"), plain)
 

@@ -129,7 +129,18 @@ def _session(loaded: Any, plan: Any = None, **options: Any) -> Record:
             found["bytes"] = {each: getattr(session, each) for each in names}
             found["sites"] = [steady(each) for each in session.explain()]
     found = {**found, "weights": digest(*work.model.state_dict().values())}
+    if plan is not None and plan.micro_batch < loaded.batch_size:
+        _forget_first_pages(found)
     return _without_waiting(found) if any(map(_is_spilled, found["sites"])) else found
+
+
+def _forget_first_pages(found: Record) -> None:
+    """Drop what the first step of a cut batch held, of which a page's size is a part.
+
+    The pool fits pages to what lived last. That is the few examples that proved the cut, where
+    trees before such proofs guessed; in the second step it is the first one's tensors in both.
+    """
+    del found["step 0"]["report"]["saved_bytes"], found["bytes"]["saved_bytes_peak"]
 
 
 def _is_spilled(site: Record) -> bool:
@@ -139,8 +150,8 @@ def _is_spilled(site: Record) -> bool:
 def _without_waiting(found: Record) -> Record:
     """Without bytes that a thread writes to disk meanwhile: held or not, as the disk is fast."""
     for step in range(STEPS):
-        del found[f"step {step}"]["report"]["saved_bytes"]
-    del found["bytes"]["saved_bytes_peak"]
+        found[f"step {step}"]["report"].pop("saved_bytes", None)
+    found["bytes"].pop("saved_bytes_peak", None)
     return found
 
 
