@@ -204,13 +204,13 @@ def test_optimizer_state_to_come_is_what_the_first_step_makes(
 
 def test_an_impossible_budget_is_refused_before_training() -> None:
     model = convolutional()
-    session = Session(model, sgd(model), "10MB")
-    with pytest.raises(BudgetError, match=r"asked for a budget of 10\.0 MB") as caught:
-        session.step(images(), cross_entropy)
-    assert caught.value.least_bytes is not None
-    assert caught.value.least_bytes > 50_000_000
-    assert not session.optimizer.state
-    assert session.settings == []
+    with Session(model, sgd(model), "10MB") as session:  # the error would keep it alive
+        with pytest.raises(BudgetError, match=r"asked for a budget of 10\.0 MB") as caught:
+            session.step(images(), cross_entropy)
+        assert caught.value.least_bytes is not None
+        assert caught.value.least_bytes > 50_000_000
+        assert not session.optimizer.state
+        assert session.settings == []
 
 
 def test_an_unknown_unit_is_refused() -> None:
