@@ -11,7 +11,8 @@ from synthetic import MIB, blocks, profile, saving
 
 from daf.core.policy import Need
 from daf.core.profile import Affine, Profile
-from daf.profiling.growth import MOST_POWER, Growth, grown
+from daf.profiling.growth import MOST_POWER, Growth, PeakGrowth, grown
+from daf.saved_tensors.observation import Observation
 
 BATCH = 8
 ratios = st.floats(1.0, 2.0)
@@ -70,3 +71,45 @@ def test_another_course_of_saves_is_not_compared_number_by_number() -> None:
     last = of_length(100)
     other = replace(of_length(50), savings=last.savings[:1])
     assert grown(last, BATCH, Growth(1.2, other, 2.0)) == grown(last, BATCH, Growth(1.2))
+
+
+fixed = st.integers(0, 10**9)
+each_example = st.integers(0, 10**7)
+sizes = st.integers(1, 64)
+
+
+def observed(examples: int, fixed_bytes: int, example_bytes: int, pages: int = 0) -> Observation:
+    nbytes = fixed_bytes + example_bytes * examples
+    return Observation(examples, peak_bytes=[0, nbytes], process_bytes=nbytes + pages)
+
+
+@given(fixed=fixed, example=each_example, size=sizes, times=st.integers(2, 8), wanted=sizes)
+def test_two_sizes_tell_what_does_not_grow_with_the_batch(
+    fixed: int, example: int, size: int, times: int, wanted: int
+) -> None:
+    growth = PeakGrowth()
+    small, large = (observed(n, fixed, example) for n in (size, size * times))
+    growth.note(small, "kind")
+    growth.note(large, "kind")
+    for found in (small, large):
+        expected = growth.peak_bytes(found, wanted, gradient_bytes=0)
+        assert expected == pytest.approx(fixed + example * wanted, rel=1e-9, abs=1)
+
+
+@given(fixed=fixed, example=each_example, size=sizes, wanted=sizes, gradient=fixed)
+def test_of_one_size_all_but_gradients_is_taken_to_grow(
+    fixed: int, example: int, size: int, wanted: int, gradient: int
+) -> None:
+    growth, found = PeakGrowth(), observed(size, fixed, example)
+    growth.note(observed(2 * size, 0, 0), "another cut")
+    growth.note(found, "kind")
+    growing = max(0, fixed + example * size - gradient)
+    expected = growth.peak_bytes(found, wanted, gradient)
+    assert expected == pytest.approx(growing * wanted / size, rel=1e-9)
+
+
+def test_pages_that_come_and_go_do_not_hide_what_tensors_show() -> None:
+    growth, found = PeakGrowth(), observed(2, 0, 10**6)
+    growth.note(observed(1, 0, 10**6, pages=5 * 10**6), "kind")
+    growth.note(found, "kind")
+    assert growth.peak_bytes(found, 32, 0) == pytest.approx(32 * 10**6)

@@ -1,4 +1,4 @@
-"""Profiles of larger batches from those measured: more examples, or larger ones.
+"""Peaks and profiles of larger batches from those measured: more examples, or larger ones.
 
 A profile is affine in examples. In the size of an example (a sequence's length, say) every number
 follows the power that two measured sizes show, between 0 and 2; with one size measured, 2: that of
@@ -8,14 +8,48 @@ attention's scores, which grow fastest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from daf.core.profile import Affine, Profile
+from daf.saved_tensors.observation import Observation
 
 MOST_POWER = 2.0
 _GROWING = ("savings", "calls", "timeline", "passing_bytes")
+
+
+class PeakGrowth:
+    """How the peaks of small steps grow with their examples.
+
+    Two sizes show what does not grow, a workspace of fixed size say; of one, all is taken to grow.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, dict[int, Observation]] = {}
+
+    def note(self, found: Observation, kind: Hashable) -> None:
+        """Keep a step's peak beside those of the same ``kind`` (of cut and operators)."""
+        self._seen.setdefault(kind, {})[found.examples] = found
+
+    def alike(self, found: Observation) -> list[Observation]:
+        """Return the last step of every size of ``found``'s kind, the smallest first."""
+        kinds = (seen for seen in self._seen.values() if seen.get(found.examples) is found)
+        return sorted(next(kinds, {0: found}).values(), key=lambda each: each.examples)
+
+    def peak_bytes(self, found: Observation, examples: int, gradient_bytes: int) -> float:
+        """Return the peak of a step of ``found``'s kind beyond gradients and what was held before.
+
+        The process's peaks vary by pages and tensors' are exact: the larger of the two counts.
+        """
+        alike = self.alike(found)
+        tensors = ((each.examples, max(each.peak_bytes, default=0)) for each in alike)
+        process = ((each.examples, each.process_bytes) for each in alike)
+        growing = (
+            Affine.through((n, max(0, nbytes - gradient_bytes)) for n, nbytes in points)
+            for points in (tensors, process)
+        )
+        return max(0.0, *(line.at(examples) for line in growing))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from daf.planning import planner
 from daf.planning.candidate import MARGIN_BYTES
 from daf.profiling.calibration import calibrated
 from daf.profiling.device_speeds import device_speeds
+from daf.profiling.growth import PeakGrowth
 from daf.profiling.model_memory import (
     gradient_bytes,
     optimizer_bytes_to_come,
@@ -40,9 +41,10 @@ from daf.profiling.model_memory import (
 )
 from daf.profiling.profile_assembly import build
 from daf.profiling.replay_proof import ProofLimits, most_ms, prove_replays, refuse_replays
-from daf.profiling.split_choice import LEAST_WITH_STATISTICS, CutChooser
+from daf.profiling.split_choice import LEAST_WITH_STATISTICS, CutChooser, bytes_to_prove
 from daf.profiling.step_observer import Observer
 from daf.profiling.step_times import StepTimer, Times, halvings
+from daf.profiling.terse_saves import terse_bytes
 from daf.saved_tensors.observation import Observation
 from daf.step.batch_cut import WHOLE
 from daf.step.context import StepContext
@@ -89,6 +91,7 @@ class Profiler:
         self._proof_bytes = 0
         self.proof_ms = 0.0
         self._operators = _Operators()
+        self._growth = PeakGrowth()
         self._beside_bytes = 0
 
     def profile(
@@ -227,17 +230,23 @@ class Profiler:
         if len(found) == 1 and smaller < sizes[0]:
             on_progress(f"bytes at {smaller}")
             found.insert(0, self._observe(context, smaller))
-        return found
+        return self._growth.alike(found[0]) if len(found) == 1 else found
 
     def _expected(self, found: Observation, examples: int) -> float:
-        """Return the process's peak if all but gradients grows with the batch, plus a margin.
+        """Return the process's peak as observed steps grow, and a margin.
 
         Libraries add their own: matrix products of GPT-2's shape took 24 MB per example.
         """
         gradients = gradient_bytes(self.model)
-        growing = max(0, max(*found.peak_bytes, found.process_bytes) - gradients)
-        held = self._resident_bytes() + gradients + growing * examples / found.examples
-        return held + MARGIN_BYTES
+        growing = self._growth.peak_bytes(found, examples, gradients)
+        return self._resident_bytes() + gradients + growing + MARGIN_BYTES
+
+    def _bytes_to_prove(self, found: Observation) -> int:
+        """Return the least budget with room to prove the cut, by all sizes observed; 0 if none."""
+        if not self._proof_bytes:
+            return 0
+        needed = bytes_to_prove(self._expected, found, 2 * self._least, terse_bytes(found))
+        return min(self._proof_bytes, int(needed))
 
     def _observe(self, context: StepContext, examples: int) -> Observation:
         part = context.first(examples)
@@ -257,6 +266,7 @@ class Profiler:
         self._settle()
         observer.found.plain_bytes = self.capture.stats.plain_peak_bytes
         observer.found.chunk_bytes = policy.chunk_bytes or 0
+        self._growth.note(observer.found, (context.choice.cut, self._operators))
         return observer.found
 
     def _times(
@@ -339,7 +349,7 @@ class Profiler:
             update_bytes=passing,
             passing_bytes=self._beside_tensors(observations),
             split_refusal=self._refusal,
-            proof_bytes=self._proof_bytes,
+            proof_bytes=self._bytes_to_prove(observations[0]),
             least_micro_batch=self._least,
             recycles=self.keeper.recycles,
             chunk_bytes=self._operators.chunk_bytes,

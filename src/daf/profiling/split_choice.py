@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +35,16 @@ HOPELESS = 0.9  # of what a step is expected to take: a plan may need less than 
 NO_PART_RUNS = "no part of it runs by itself, or no dimension of its tensors is one of examples"
 
 
+Expected = Callable[[Observation, int], float]  # a peak (bytes) in a step of so many examples
+
+
+def bytes_to_prove(
+    expected: Expected, found: Observation, examples: int, saved_bytes: int
+) -> float:
+    """Return what a pass needs that saves, for the examples observed, so many bytes."""
+    return expected(found, examples) + saved_bytes * examples / found.examples
+
+
 def examples_of(batch: int) -> int:
     """Return how many examples a proof takes of a batch of so many."""
     return batch if batch < LEAST_TIMED else min(MOST_EXAMPLES, batch // EXAMPLES_FOR_EACH)
@@ -52,14 +64,15 @@ class CutChooser:
 
     model: nn.Module
     observe: Callable[[StepContext, int], Observation]
-    expected: Callable[[Observation, int], float]
+    expected: Expected
     recover: Callable[[], None]
-    within: Callable[[float, Callable[[], Proven]], Proven | None]
+    within: Callable[[float, Callable[[], Any]], Any]
     allow_statistics: bool
 
     def __post_init__(self) -> None:
         self.proof_ms = 0.0
         self._is_warm = False
+        self._needed_bytes = partial(bytes_to_prove, self.expected)
 
     def run(self, context: StepContext, budget_bytes: float) -> Observation | None:
         """Make the context's choice; return the smallest step, or None where no part runs."""
@@ -111,6 +124,13 @@ class CutChooser:
         statistics = "" if self.allow_statistics else split_refusal(self.model)
         if splitting.split is False or statistics:
             return SplitChoice(cut, refusal=FORBIDDEN if splitting.split is False else statistics)
+        bound_bytes = math.inf if self._is_hopeless(found, budget_bytes) else budget_bytes
+        proven = max(2 * cut.least, examples_of(size))
+        is_tight = self._needed_bytes(found, proven, found.plain_bytes) > budget_bytes
+        if is_tight and 2 * cut.least <= size:  # two sizes show what does not grow
+            with suppress(Exception):  # what the user's code raises, the proof will find
+                self.within(bound_bytes, partial(self.observe, context, 2 * cut.least))
+            self.recover()
         room_bytes = int(self._needed_bytes(found, 2 * cut.least, terse_bytes(found)))
         examples, is_terse = self._room(found, cut.least, size, budget_bytes)
         if examples is None:
@@ -122,7 +142,6 @@ class CutChooser:
         proof = SplitProof(
             self.model, context.loss_fn, statistics=not self.allow_statistics, is_terse=is_terse
         )
-        bound_bytes = math.inf if self._is_hopeless(found, budget_bytes) else budget_bytes
         weighing, refusal = self._proven(
             partial(proof.run, context.batch, cut, examples), bound_bytes
         )
@@ -149,10 +168,6 @@ class CutChooser:
                     return examples, is_terse
         is_hopeless = self._is_hopeless(found, budget_bytes)
         return (sizes[-1] if sizes and is_hopeless else None), True
-
-    def _needed_bytes(self, found: Observation, examples: int, saved_bytes: int) -> float:
-        """Return what a pass needs that saves, for the examples observed, so many bytes."""
-        return self.expected(found, examples) + saved_bytes * examples / found.examples
 
     def _is_hopeless(self, found: Observation, budget_bytes: float) -> bool:
         """Whether no step fits, as far as one can tell by the smallest.

@@ -33,6 +33,9 @@ from daf.step.splitting import NOT_PROVEN
 # trial plan is refused that memory, and the plan before goes on.
 NEW_OPERATORS_BYTES = 8 * 2**20
 
+# A refused budget of at least this share of what would do may be one that an error named.
+NEAR = 0.95
+
 
 @dataclass(eq=False)
 class PlanController(Resumable):
@@ -94,15 +97,27 @@ class PlanController(Resumable):
         self.keeper.open()
         try:
             profiles = self._measured(context, on_progress, budget_bytes)
-            self.keeper.bound(budget_bytes, budget_bytes)
-            self.budget_controller.watch()
-            weigh = partial(self.noise.weigh, context=context, budget_bytes=budget_bytes)
-            plan = self.selector.begin(self.noise.weighed(profiles), budget_bytes, weigh)
+            try:
+                plan = self._begun(context, profiles, budget_bytes)
+            except BudgetError as error:
+                if profiles.own.split_refusal or budget_bytes < NEAR * (error.least_bytes or 0):
+                    raise
+                # Larger steps, for which this one had room, promise other bytes of the smallest.
+                timed = profiles.own.micro_batch_ms
+                smallest = self._measured(context, on_progress, 0)  # as where it was named
+                profiles = smallest.changed(lambda each: replace(each, micro_batch_ms=timed))
+                plan = self._begun(context, profiles, budget_bytes)
             self.keeper.flush()  # what planning held
             return self._adopt(plan)
         except BaseException:  # no plan fits, or an interrupt: without a plan nothing is bounded
             self.keeper.close()
             raise
+
+    def _begun(self, context: StepContext, profiles: Profiles, budget_bytes: int) -> Plan:
+        self.keeper.bound(budget_bytes, budget_bytes)
+        self.budget_controller.watch()
+        weigh = partial(self.noise.weigh, context=context, budget_bytes=budget_bytes)
+        return self.selector.begin(self.noise.weighed(profiles), budget_bytes, weigh)
 
     def _measured(
         self, context: StepContext, on_progress: Callable[[str], None], budget_bytes: int
