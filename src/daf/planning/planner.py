@@ -34,6 +34,7 @@ RIVAL_MS = 1.25
 # Shares of a refused plan's bytes above the floor by which the next plan holds less, tried in turn;
 # the plan of least memory comes last.
 TIGHTER_SHARES = (0.25, 0.1)
+SHORT_MS = 10.0
 SMALLEST_STEP_BYTES = 10 * 2**20
 
 
@@ -105,7 +106,11 @@ def make_plans(
 
     def plans_of(profile: Profile, most: float) -> list[Plan]:
         limit = without_margin(profile, budget_bytes)
-        problem = Problem(profile, limit, most, constraints.allowed, gap, stop)
+        # Times of short steps are Python's and noise: a whole batch that fits is not cut for them.
+        is_short = profile.step_ms(profile.batch_size) < SHORT_MS
+        is_kept = is_short and kept_peak_bytes(profile) <= budget_bytes
+        least = profile.batch_size if is_kept else 1
+        problem = Problem(profile, limit, most, constraints.allowed, gap, stop, least)
         best = find(problem)
         if best is None:
             return []
