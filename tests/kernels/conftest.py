@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from guarded import Guarded
+from reference.elements import element_dtype, narrow
+from reference.philox import philox_words
 
 from daf.core.code_format import FORMAT_VERSION, ElementType
 from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
-from daf.kernels.reference.elements import element_dtype, narrow
-from daf.kernels.reference.philox import philox_words
 
 INPUT_STREAM = 7
 ELEMENT_TYPES = tuple(ElementType)

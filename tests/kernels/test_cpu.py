@@ -9,12 +9,12 @@ import native_calls
 import numpy as np
 import pytest
 from guarded import FlatCode
+from reference import codecs as reference
 from thoroughness import at_most, pairs
 
 from daf.core.code_format import ElementType, Predicate, words_per_plane
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, PageFields
-from daf.kernels.reference import codecs as reference
 
 KEY = 0xFEDCBA9876543210
 INPUTS = ("smooth", "wild", "mixed", "broken")

@@ -9,11 +9,11 @@ import native_calls
 import numpy as np
 import pytest
 from guarded import FlatCode
+from reference import codecs as reference
 
 from daf.core.code_format import ElementType, Predicate, block_count
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, PageFields
-from daf.kernels.reference import codecs as reference
 
 KEY = 0x0FEDCBA987654321
 F32 = ElementType.FLOAT32

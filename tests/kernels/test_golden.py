@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from reference import codecs as reference
+from reference import reductions as reference_reductions
+from reference.philox import philox_words
 
 from daf.core import code_tables
 from daf.core.code_format import FORMAT_VERSION, ElementType, Predicate
-from daf.kernels.reference import codecs as reference
-from daf.kernels.reference import reductions as reference_reductions
-from daf.kernels.reference.philox import philox_words
 
 KEY = 0x0123456789ABCDEF
 INPUTS = ("smooth", "wild", "mixed", "broken")

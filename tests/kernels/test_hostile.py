@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import codecs as reference
+from reference.elements import element_dtype
 from test_cpu import Native, same_bytes
 
 from daf.core.code_format import ElementType, block_count, words_per_plane
 from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
-from daf.kernels.reference import codecs as reference
-from daf.kernels.reference.elements import element_dtype
 
 ELEMENT_TYPES = st.sampled_from(ElementType)
 COUNTS = st.integers(1, 700)

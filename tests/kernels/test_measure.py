@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import reductions as reference_reductions
 from thoroughness import pairs
 
 from daf.core.code_format import ElementType
@@ -16,7 +17,6 @@ from daf.core.errors import KernelError
 from daf.kernels import ChannelSums, RangeStrategy
 from daf.kernels.cpu import reductions
 from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
-from daf.kernels.reference import reductions as reference_reductions
 
 F32 = ElementType.FLOAT32
 INPUTS = ("smooth", "wild", "mixed", "broken")

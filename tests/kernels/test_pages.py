@@ -9,12 +9,12 @@ import native_calls
 import numpy as np
 import pytest
 from daf_bench.pool.plane_addresses import Pages
+from reference import codecs as reference
 
 from daf.core.code_format import ElementType, Predicate, block_count, words_per_plane
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, PageFields
 from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
-from daf.kernels.reference import codecs as reference
 from daf.pool.paged_pool import PagedStore, PlaneTensor
 from daf.pool.views import PlaneView
 

@@ -10,11 +10,11 @@ import math
 
 import numpy as np
 import pytest
+from reference import codecs as reference
+from reference.codecs import Code, Target
 
 from daf.core import code_tables
 from daf.core.code_format import block_count
-from daf.kernels.reference import codecs as reference
-from daf.kernels.reference.codecs import Code, Target
 
 ROTATED_ERROR = {1: 0.567, 2: 0.131, 3: 0.035, 4: 0.0094}
 MINMAX_ERROR = {1: 7.0, 2: 0.60, 3: 0.11, 4: 0.024}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from daf_bench.pool.plane_addresses import Pages
 from numpy.typing import NDArray
+from reference.codecs import Code, Target, decode_rotated, encode_rotated
 
 from daf.core.code_tables import rotated_error
-from daf.kernels.reference.codecs import Code, Target, decode_rotated, encode_rotated
 from daf.pool.paged_pool import PagedStore, PlaneTensor
 from daf.pool.views import PlaneView
 

@@ -1,7 +1,7 @@
 """The kernel contract: what every backend computes, to the byte.
 
-``reference`` is the oracle: each operation, readable in NumPy. A backend is correct if its bytes
-equal the oracle's. ``docs/format.md`` spells out the arithmetic.
+``tests/helpers/reference`` is the oracle: each operation, readable in NumPy. A backend is correct
+if its bytes equal the oracle's. ``docs/format.md`` spells out the arithmetic.
 
 All codecs share the *unified layout*. A tensor of ``count`` elements in memory order is padded to
 whole blocks of 256. A ``b``-bit code is ``b`` planes, one after the other, most significant first.

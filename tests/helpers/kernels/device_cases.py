@@ -9,14 +9,14 @@ import os
 
 import numpy as np
 import torch
+from reference import codecs as reference
+from reference.elements import element_dtype
 
 from daf.core.code_format import ElementType, block_count
 from daf.core.code_format import words_per_plane as words_of
 from daf.core.policy import Method, Treatment
 from daf.kernels import PageFields
 from daf.kernels.normalisation import Channels, CodedValues, Decoding
-from daf.kernels.reference import codecs as reference
-from daf.kernels.reference.elements import element_dtype
 from daf.kernels.triton import codecs
 from daf.kernels.triton.planes import DevicePlanes, flat_planes, paged_planes
 

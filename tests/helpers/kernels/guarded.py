@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from reference.codecs import Code
 
 from daf.core.code_format import block_count, words_per_plane
 from daf.kernels import PageFields
-from daf.kernels.reference.codecs import Code
 
 POISON = 0xA5
 GUARD_BYTES = 64

@@ -6,14 +6,14 @@ import struct
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from reference import channel_norm as reference_norm
+from reference import codecs as reference
+from reference import row_norm as reference_rows
+from reference.elements import element_dtype
 
 from daf.core import code_tables
 from daf.core.code_format import ElementType, words_per_plane
 from daf.core.errors import KernelError
-from daf.kernels.reference import channel_norm as reference_norm
-from daf.kernels.reference import codecs as reference
-from daf.kernels.reference import row_norm as reference_rows
-from daf.kernels.reference.elements import element_dtype
 
 # As in native/cases.h.
 OPERATIONS = (

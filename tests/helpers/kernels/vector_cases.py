@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from recorder import CODECS, Norm
+from reference import codecs as reference
 
 from daf.core.code_format import ElementType, Predicate
 from daf.core.errors import KernelError
-from daf.kernels.reference import codecs as reference
 
 KEY = 0xFEDCBA9876543210
 KINDS = ("smooth", "wild", "mixed", "broken")

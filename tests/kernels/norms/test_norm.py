@@ -14,14 +14,14 @@ import torch
 from daf_bench.pool.plane_addresses import Pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import channel_norm as reference_norm
+from reference import codecs as reference
 
 from daf.core.code_format import ElementType, words_per_plane
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, ChannelSums, Emission, NormGradient
 from daf.kernels.cpu import reductions
 from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
-from daf.kernels.reference import channel_norm as reference_norm
-from daf.kernels.reference import codecs as reference
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import PlainStore
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import channel_norm as reference_norm
+from reference.reductions import Sums
 from torch import nn
 
 from daf.core.errors import KernelError
@@ -17,8 +19,6 @@ from daf.kernels import ChannelSums, GradientFactors, RunningMoments
 from daf.kernels.cpu import reductions
 from daf.kernels.cpu.backend import CpuBackend
 from daf.kernels.normalisation import Geometry, RunningStatistics
-from daf.kernels.reference import channel_norm as reference_norm
-from daf.kernels.reference.reductions import Sums
 
 any_float = st.floats(width=64, allow_nan=True, allow_infinity=True)
 single = st.floats(width=32, allow_nan=True, allow_infinity=True)

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import channel_norm as reference_norm
+from reference import codecs as reference
+from reference import row_norm as reference_rows
 
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, Emission, RowGradient, RowMoments
 from daf.kernels.cpu import reductions
 from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
-from daf.kernels.reference import channel_norm as reference_norm
-from daf.kernels.reference import codecs as reference
-from daf.kernels.reference import row_norm as reference_rows
 from daf.pool.paged_pool import PagedStore
 
 KEY = 0xFEDCBA9876543210

@@ -15,13 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import codecs as reference
 
 from daf.core.code_format import ElementType, Predicate, block_count
 from daf.core.code_format import words_per_plane as words_of
 from daf.core.errors import KernelError
 from daf.kernels import Codec
 from daf.kernels.normalisation import ElementCode
-from daf.kernels.reference import codecs as reference
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reference import channel_norm as reference_norm
+from reference import codecs as reference
+from reference import row_norm as reference_rows
+from reference.elements import Floats, narrow, widen
+from reference.reductions import Sums, measure_products
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from daf.core.code_format import ElementType, block_count
 from daf.core.errors import KernelError
-from daf.kernels.reference import channel_norm as reference_norm
-from daf.kernels.reference import codecs as reference
-from daf.kernels.reference import row_norm as reference_rows
-from daf.kernels.reference.elements import Floats, narrow, widen
-from daf.kernels.reference.reductions import Sums, measure_products
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

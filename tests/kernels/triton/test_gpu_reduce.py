@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reference.reductions import measure_ranges, measure_sums
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
 from daf.kernels import RangeStrategy
-from daf.kernels.reference.reductions import measure_ranges, measure_sums
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -23,8 +23,8 @@ from daf.core.code_tables import (
     rotated_thresholds,
 )
 from daf.core.errors import KernelError
-from daf.kernels.reference.blocks import Affine as Affine
-from daf.kernels.reference.blocks import (
+from reference.blocks import Affine as Affine
+from reference.blocks import (
     Chunk,
     block_runs,
     chunks,
@@ -37,11 +37,11 @@ from daf.kernels.reference.blocks import (
     store,
     tree_sum,
 )
-from daf.kernels.reference.blocks import Code as Code
-from daf.kernels.reference.blocks import Target as Target
-from daf.kernels.reference.blocks import from_planes as from_planes
-from daf.kernels.reference.blocks import to_planes as to_planes
-from daf.kernels.reference.elements import (
+from reference.blocks import Code as Code
+from reference.blocks import Target as Target
+from reference.blocks import from_planes as from_planes
+from reference.blocks import to_planes as to_planes
+from reference.elements import (
     Elements,
     Floats,
     Headers,
@@ -52,7 +52,7 @@ from daf.kernels.reference.elements import (
     narrow,
     widen_bfloat16,
 )
-from daf.kernels.reference.philox import dither, sign_bits
+from reference.philox import dither, sign_bits
 
 _ORDINARY_ENERGY = (np.float32(2.0**-60), np.float32(2.0**60))
 _ORDINARY_MAGNITUDE = (np.float32(2.0**-30), np.float32(2.0**30))

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daf.kernels import ROWS_PER_SPAN
-from daf.kernels.reference.blocks import Affine
-from daf.kernels.reference.elements import Floats, canonical
-from daf.kernels.reference.reductions import LANES, Doubles, halve
+from reference.blocks import Affine
+from reference.elements import Floats, canonical
+from reference.reductions import LANES, Doubles, halve
 
 
 class RowGradients(NamedTuple):

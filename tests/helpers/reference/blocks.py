@@ -11,15 +11,7 @@ from numpy.typing import NDArray
 
 from daf.core.code_format import BLOCK_ELEMENTS, ElementType, block_count
 from daf.core.errors import KernelError
-from daf.kernels.reference.elements import (
-    Elements,
-    Floats,
-    Headers,
-    Planes,
-    narrow,
-    widen,
-    widen_bfloat16,
-)
+from reference.elements import Elements, Floats, Headers, Planes, narrow, widen, widen_bfloat16
 
 NON_FINITE_HEADER = 0x7FC0
 _CHUNK_BLOCKS = 4096

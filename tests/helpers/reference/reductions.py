@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daf.core.code_format import BLOCK_ELEMENTS, block_count
-from daf.kernels.reference.elements import Elements, Floats, widen
+from reference.elements import Elements, Floats, widen
 
 Doubles = NDArray[np.float64]
 

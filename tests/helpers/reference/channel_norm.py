@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from daf.core.code_format import Predicate
-from daf.kernels.reference.blocks import Affine, from_planes
-from daf.kernels.reference.codecs import encode_mask
-from daf.kernels.reference.elements import Floats, Planes, canonical
-from daf.kernels.reference.reductions import Sums, channel_of, measure_products
+from reference.blocks import Affine, from_planes
+from reference.codecs import encode_mask
+from reference.elements import Floats, Planes, canonical
+from reference.reductions import Sums, channel_of, measure_products
 
 
 class Moments(NamedTuple):
