@@ -423,6 +423,10 @@ class PlanSelector(Resumable):
         least = self._actual(modelled_bytes)
         if own.proof_bytes:  # a batch that is not cut for want of room would be, with that
             proof_bytes = own.proof_bytes + MORE_SIZES_BYTES
+            if own.split_refusal == NO_ROOM_TO_PROVE:  # and the parts themselves need room
+                cut = [replace(each, split_refusal="") for each in self._planned]
+                least_cut = planner.least_feasible_budget(cut, self.constraints)
+                proof_bytes = max(proof_bytes, self._actual(least_cut))
             least = (min if own.split_refusal == NO_ROOM_TO_PROVE else max)(least, proof_bytes)
         return least + added_bytes
 
