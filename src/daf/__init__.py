@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from daf.capture.compress import compress
     from daf.core.errors import BudgetError, DafError, NonFiniteLossError
     from daf.core.plan import Plan
     from daf.core.step_report import StepReport
     from daf.operators.chunked.cross_entropy import chunked_cross_entropy
+    from daf.session.forward.compress import compress
     from daf.session.session import Session
     from daf.step.batch_cut import BatchSplit
 
@@ -34,7 +34,7 @@ _MODULES = {
     "Session": "daf.session.session",
     "StepReport": "daf.core.step_report",
     "chunked_cross_entropy": "daf.operators.chunked.cross_entropy",
-    "compress": "daf.capture.compress",
+    "compress": "daf.session.forward.compress",
 }
 
 

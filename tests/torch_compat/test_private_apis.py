@@ -33,6 +33,7 @@ FUNCTIONS = {
     "torch._C._storage_Use_Count",
     "torch._safe_softmax",
     "torch._softmax_backward_data",
+    "torch.autograd._engine_run_backward",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.nn.modules.batchnorm._BatchNorm",
     "torch.optim.optimizer._global_optimizer_post_hooks",

@@ -22,7 +22,7 @@ from daf.step.batch_cut import WHOLE, BatchCut
 from daf.step.context import StepContext
 from daf.step.loss_weights import Weighing
 from daf.step.microbatch import split_refusal
-from daf.step.splitting import FORBIDDEN, NO_ROOM_TO_PROVE, NOT_PROVEN, SplitChoice
+from daf.step.splitting import NO_ROOM_TO_PROVE, NOT_PROVEN, SplitChoice
 from daf.torch_compat.modules import AnyBatchNorm
 
 Proven = tuple[Weighing, str]
@@ -123,7 +123,8 @@ class CutChooser:
         cut, splitting, size = context.choice.cut, context.splitting, context.info.examples
         statistics = "" if self.allow_statistics else split_refusal(self.model)
         if splitting.split is False or statistics:
-            return SplitChoice(cut, refusal=FORBIDDEN if splitting.split is False else statistics)
+            forbidden = splitting.forbidden_because if splitting.split is False else ""
+            return SplitChoice(cut, refusal=forbidden or statistics)
         bound_bytes = math.inf if self._is_hopeless(found, budget_bytes) else budget_bytes
         proven = max(2 * cut.least, examples_of(size))
         is_tight = self._needed_bytes(found, proven, found.plain_bytes) > budget_bytes

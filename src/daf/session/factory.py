@@ -76,6 +76,7 @@ def make_parts(
     rollback: Path | bool,
     host_bytes: str | int | None,
     scope: Scope,
+    can_run_again: bool = True,
 ) -> SessionParts:
     """Return a session's parts; arguments and errors are its own; the budget bounds ``memory``."""
     host, has_budget = host_options(model, host_bytes), budget is not None
@@ -83,7 +84,7 @@ def make_parts(
         refuse_what_sends_nothing(bits, policy, has_budget=has_budget)
     fixed = fixed_policy(bits, fused=fused, has_budget=has_budget, on_host=host is not None)
     store = make_store(parse_optional_bytes(pool_bytes))
-    capture = Capture(model, store, spill, host)
+    capture = Capture(model, store, spill, host, can_run_again=can_run_again)
     keeper = keeper_of(memory, store.give_back, capture.devices.give_back)
     release = GradientRelease(release_gradients, model, optimizer, capture.parameter_reads)
     gradient = GradientStep(model, optimizer, capture, release, keeper)

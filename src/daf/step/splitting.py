@@ -59,6 +59,7 @@ class Splitting:
                 "functions"
             )
         self.split = split
+        self.forbidden_because = FORBIDDEN  # where ``split`` is False
         self._batch_dim = batch_dim
         self._proven: dict[Hashable, SplitChoice] = {}
         self._resumed: SplitChoice | None = None

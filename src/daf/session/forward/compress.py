@@ -1,0 +1,180 @@
+"""``daf.compress``: codes of some bits, or a budget, in anybody's training loop.
+
+With a budget, only the forward pass is handed over; the loop keeps its loss, backward and update::
+
+    with daf.compress(model, budget="2GB"):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self, overload
+
+import torch
+from torch import nn
+
+from daf.budget.request import Budget, parse_budget
+from daf.capture import compress as codes
+from daf.core.plan import Plan
+from daf.core.reports import SiteReport
+from daf.session.arguments import asked_memory, checked_tolerance
+from daf.session.forward.runner import ForwardRunner
+from daf.torch_compat.users_calls import around_calls
+
+_OF_MODEL = "_daf_budget"  # the attribute by which a model finds its own
+
+
+class BudgetedForward:
+    """Runs one model's forward passes within a budget, inside ``with``.
+
+    The model's calls inside are planned: codes, fusion and replay, never cut and never retried;
+    what lies around them is as it was. Each model has one such object, which ``compress`` returns
+    again. The limit, once a first call has set it, stays in force between them, until ``close`` or
+    the end of the model. Calls without gradients, and nested ones, run as they are.
+    """
+
+    def __init__(
+        self, model: nn.Module, budget: Budget, *, tolerance: float | None = None, seed: int = 0
+    ) -> None:
+        self.model = model
+        self._budget, self._seed = budget, seed
+        self._tolerance = checked_tolerance(tolerance)
+        if not callable(budget):
+            parse_budget(budget)
+        asked_memory(model, budget)
+        self._runner: ForwardRunner | None = None
+        self._open: list[AbstractContextManager[None]] = []
+        vars(model)[_OF_MODEL] = self
+
+    @staticmethod
+    def of(model: nn.Module) -> BudgetedForward | None:
+        """Return the model's own, or None."""
+        return vars(model).get(_OF_MODEL)
+
+    def __enter__(self) -> Self:
+        opened = around_calls(self._around)
+        opened.__enter__()
+        self._open.append(opened)
+        return self
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._open.pop().__exit__(*exception)
+
+    def __deepcopy__(self, _memo: Any) -> None:
+        """A copy of the model (an average of its weights, say) trains under nothing."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+    def running(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Return what a call of the model with these arguments runs within."""
+        if not torch.is_grad_enabled():
+            return nullcontext()
+        if self._runner is None:
+            self._runner = ForwardRunner(self.model, self._budget, self._tolerance, self._seed)
+        return self._runner.running(arguments, keywords)
+
+    def _around(
+        self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> AbstractContextManager[None] | None:
+        return self.running(arguments, keywords) if module is self.model else None
+
+    @property
+    def budget(self) -> Budget:
+        """The budget asked for; set at any moment, from any thread, it acts at once."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, value: Budget) -> None:
+        if self._runner is not None:
+            self._runner.ask(value)
+        self._budget = value
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the next call; None before the first."""
+        return None if self._runner is None else self._runner.plan
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest memory of the process (or of the model's GPU) since the first call; 0 before."""
+        return 0 if self._runner is None else self._runner.peak_bytes
+
+    def sites(self) -> tuple[SiteReport, ...]:
+        """Return the treatment and bytes of every site of the last call."""
+        return () if self._runner is None else self._runner.sites()
+
+    def report(self) -> dict[str, Any]:
+        """Return what was planned and held (JSON-able; bytes)."""
+        runner, plan = self._runner, self.plan
+        if runner is None:
+            return {"model": type(self.model).__name__, "calls": 0}
+        return {
+            "model": type(self.model).__name__,
+            "calls": runner.calls,
+            "peak_bytes": runner.peak_bytes,
+            "saved_bytes_plain": runner.saved_bytes_plain,
+            "saved_bytes_peak": runner.saved_bytes_peak,
+            "evicted_bytes": runner.evicted_bytes,
+            "plan": plan.policy.name if plan else None,
+            "choices": list(plan.choices) if plan else [],
+            "unplanned_because": runner.unplanned_because,
+        }
+
+    def close(self) -> None:
+        """Lift the limit, and forget the model."""
+        vars(self.model).pop(_OF_MODEL, None)
+        if self._runner is not None:
+            self._runner.close()
+
+
+@overload
+def compress(
+    model: nn.Module, *, budget: Budget, tolerance: float | None = None, seed: int = 0
+) -> BudgetedForward: ...
+
+
+@overload
+def compress(model: nn.Module, bits: int | str = 2, **options: Any) -> codes.compress: ...
+
+
+def compress(model: nn.Module, bits: int | str | None = None, **options: Any) -> Any:
+    """Hold less of what autograd saves, around the forward pass of anybody's loop.
+
+    Args:
+        model: whose calls are compressed.
+        bits: for every element, 2 by default; ``daf.capture.compress`` has it and the options that
+            go with it. Not together with a budget.
+        budget: most bytes of the whole process, as ``Session`` takes it: plans choose codes, fusion
+            and replay. The limit holds from the first call on, between calls, and in backward.
+        tolerance: with a budget, the most variance that codes may add to the gradient, relative to
+            the batch's own, as ``Session`` takes it; 0: exact treatments only.
+        seed: int in [0, 2**64), of the codes.
+        options: those of ``daf.capture.compress.compress``.
+
+    Returns:
+        With a budget, the model's ``BudgetedForward``, the same at every call; a context manager,
+        as the other one is.
+
+    Raises:
+        BudgetError: inside, or in backward or an update: the budget cannot hold them;
+            ``least_bytes`` is the least that could. A ``torch.OutOfMemoryError`` too.
+        UnitError: the budget cannot be read.
+        ValueError: ``bits`` and a budget together.
+    """
+    if "budget" not in options:
+        return codes.compress(model, 2 if bits is None else bits, **options)
+    if bits is not None:
+        raise ValueError(
+            f"asked for bits={bits!r} and a budget; under a budget the planner chooses them; "
+            "give one of the two"
+        )
+    found = BudgetedForward.of(model)
+    if found is None:
+        return BudgetedForward(model, **options)
+    found.budget = options["budget"]
+    return found

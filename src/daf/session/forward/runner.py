@@ -1,0 +1,216 @@
+"""Runs the forward passes of one model, in a loop that keeps its step, within a budget.
+
+The model's first call shows its inputs. A session's profiler measures small passes on them, under a
+loss that stands in for the user's, and proves replay and fusion; the planner plans for the whole
+batch. The first passes run under the tightest plan; their measured peak, with the user's loss and
+update, corrects the plan that follows. Backward passes and updates stay under the limit too.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from daf.budget.request import Budget
+from daf.core.errors import BudgetError
+from daf.core.plan import Plan
+from daf.memory.owners import owners
+from daf.profiling.model_memory import parameter_bytes
+from daf.session.arguments import asked_memory
+from daf.session.factory import make_parts
+from daf.session.forward.stand_in_loss import stand_in_loss, without_graph
+from daf.session.readings import SessionReadings
+from daf.session.users_updates import UsersUpdates
+from daf.step.context import BatchInfo, StepContext
+from daf.step.splitting import Splitting
+from daf.torch_compat.function_modes import modes_restored
+from daf.torch_compat.out_of_memory import out_of_memory
+from daf.torch_compat.pytree import tensors_in_batch
+from daf.torch_compat.users_calls import backward_errors
+
+# Updates after which the tightest plan's peak is known, of every part of a loop that trains
+# several models in turn; or calls, where updates are not seen.
+UPDATES_TO_MEASURE = 2
+CALLS_TO_MEASURE = 16
+
+
+class ForwardRunner(SessionReadings):
+    """One model's forward passes within a budget; arguments are those of ``compress``."""
+
+    def __init__(
+        self, model: nn.Module, budget: Budget, tolerance: float | None, seed: int
+    ) -> None:
+        memory = asked_memory(model, budget)
+        super().__init__(
+            make_parts(
+                model,
+                optimizer_of(model),
+                budget,
+                memory,
+                bits=None,
+                fused=False,
+                policy=None,
+                tolerance=tolerance,
+                baseline_bytes=max(0, memory.held_bytes() - parameter_bytes(model)),
+                allow_batchnorm_split=False,
+                operators="auto",
+                pool_bytes=None,
+                release_gradients=False,
+                spill=None,
+                sensitivity=False,
+                rollback=False,
+                host_bytes=None,
+                scope="process",
+                can_run_again=False,
+            )
+        )
+        self.model = model
+        self._seed = seed
+        self._splitting = Splitting(split=False)
+        self._splitting.forbidden_because = "its loop keeps its own step"
+        self._updates = UsersUpdates(model, self._runner)
+        self.unplanned_because = ""
+        self._version = -1
+        self._updates_seen = self._calls_seen = 0
+        self._refusals = 0
+        own = weakref.ref(self)
+
+        def refused(error: Exception) -> None:
+            runner = own()
+            if runner is not None:
+                runner.raise_refusal(error)
+
+        self._listener = refused
+        backward_errors.add(refused)
+        weakref.finalize(self, backward_errors.remove, refused).atexit = False
+        weakref.finalize(self, self._keeper.retire).atexit = False
+        weakref.finalize(self, self._plan_controller.selector.give_up_search).atexit = False
+        memory.reset_peak()
+
+    def close(self) -> None:
+        """Undo what was set in the process."""
+        with owners.turn, ExitStack() as parts:
+            parts.callback(backward_errors.remove, self._listener)
+            parts.callback(self._updates.close)
+            parts.callback(self._keeper.retire)
+            parts.callback(self._budget_controller.close)
+            parts.callback(self._plan_controller.selector.give_up_search)
+
+    @property
+    def calls(self) -> int:
+        """How many calls ran under a plan."""
+        return self._runner.counters.step_index
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None before the first call."""
+        return self._plan_controller.selector.running
+
+    def ask(self, budget: Budget) -> None:
+        """Follow another budget."""
+        if budget != self._budget_controller.asked:
+            self._budget_controller.ask(budget)
+
+    @contextmanager
+    def running(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Iterator[None]:
+        """Run a call of the model with these arguments inside.
+
+        Raises:
+            BudgetError: the budget cannot hold it; ``least_bytes`` is the least that could.
+        """
+        batch = without_graph((arguments, keywords))
+        plan = self._planned(batch)
+        self._refusals = self._keeper.refusals()
+        try:
+            if plan is None:
+                yield
+                return
+            index, own = self._runner.counters.step_index, tensors_in_batch((arguments, keywords))
+            external = [each for each in own if each.grad_fn is None]
+            with self._capture.step(plan.policy, self._seed, index, batch=external):
+                yield
+            self._runner.counters.note_step(1.0)
+            self._runner.counters.note_held(self._plan_controller.selector.autotuner)
+        except Exception as error:
+            self.raise_refusal(error)
+            raise
+
+    def raise_refusal(self, error: Exception) -> None:
+        """Raise BudgetError if an error comes from memory refused since the last call began."""
+        if isinstance(error, BudgetError) or not self._keeper.has_refused(error, self._refusals):
+            return
+        found = self._plan_controller.refusal()
+        if found is not None:
+            raise out_of_memory(found, self._keeper.memory_name) from error
+
+    def _planned(self, batch: Any) -> Plan | None:
+        """Return the plan of a call; None where none could be made."""
+        controller, counters = self._plan_controller, self._runner.counters
+        with owners.turn, modes_restored():
+            self._learn()
+            context = StepContext.of(
+                self.model, batch, stand_in_loss, self._splitting, self._seed, counters.step_index
+            )
+            is_new = controller.selector.plan is None
+            if context.info.nbytes <= controller.planned_for_bytes:
+                context.info = BatchInfo(1, context.info.nbytes)  # more examples, smaller ones
+            try:
+                plan = None if self.unplanned_because else controller.plan_for(context)
+            except BudgetError as error:
+                raise out_of_memory(error, self._keeper.memory_name) from error.__cause__
+            except Exception as error:
+                self.unplanned_because = f"{type(error).__name__}: {error}"[:300]
+                plan = None
+            self._updates.watch()
+            if plan is not None:
+                controller.bound(plan)
+                if is_new:
+                    counters.begin_peak()
+            elif (budget_bytes := self._budget_controller.begin_step()) is not None:
+                self._keeper.open()
+                self._keeper.bound(budget_bytes, budget_bytes)
+            return plan
+
+    def _learn(self) -> None:
+        """Correct the plan by the peak of the first steps, once it is known."""
+        version = sum(each._version for each in self.model.parameters())
+        selector = self._plan_controller.selector
+        self._updates_seen += -1 < self._version < version
+        self._calls_seen += 1
+        self._version = version
+        is_known = self._updates_seen >= UPDATES_TO_MEASURE or self._calls_seen > CALLS_TO_MEASURE
+        if selector.first is None or not is_known:
+            return
+        first = selector.first
+        peak_bytes = self._runner.counters.end_peak()
+        try:
+            selector.correct(peak_bytes, self._budget_controller.budget_bytes)
+        except BudgetError:
+            selector.settle_on(first)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the living optimizer that steps most of a model's parameters; else one without state.
+
+    A loop that keeps its step hands over none; its optimizer usually lives before the first pass.
+    """
+    own = {id(each) for each in model.parameters()}
+
+    def shared(optimizer: torch.optim.Optimizer) -> int:
+        groups = getattr(optimizer, "param_groups", [])  # none before its constructor ends
+        return sum(id(each) in own for group in groups for each in group["params"])
+
+    living: list[torch.optim.Optimizer] = [
+        e for e in gc.get_objects() if issubclass(type(e), torch.optim.Optimizer)
+    ]
+    found = max(living, key=shared, default=None)
+    if found is not None and shared(found):
+        return found
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return torch.optim.SGD(trained or [torch.zeros(1)], lr=0.0)

@@ -1,0 +1,267 @@
+"""``compress(model, budget=...)``: loops that keep their step are plain's, within a budget."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import subprocess
+import sys
+import textwrap
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from daf._native import allocator as native
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import daf
+from daf.core.errors import BudgetError
+from daf.memory import glibc, process_memory
+from daf.session.forward.compress import BudgetedForward
+
+WIDTH, ROWS = 1024, 1024
+torch.optim.SGD([torch.zeros(1)], lr=0.1)  # loads what every optimizer does
+PLAIN_CALL = nn.Module.__call__
+
+
+def block() -> nn.Sequential:
+    """Saves 16 KB a row, or its input of 1 KB."""
+    acts = (nn.GELU(), nn.Tanh(), nn.SiLU())
+    return nn.Sequential(nn.Linear(256, WIDTH), *acts, nn.Linear(WIDTH, 256), nn.Dropout(0.1))
+
+
+class Blocks(nn.Module):
+    """Saves 100 MB for a batch; ``checkpointed``: its first block saves its input only."""
+
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 256)
+        self.blocks = nn.ModuleList(block() for _ in range(6))
+        self.last = nn.Linear(256, 4)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index, each in enumerate(self.blocks):
+            again = self.checkpointed and index == 0
+            x = x + (checkpoint(each, x, use_reentrant=False) if again else each(x))
+        return self.last(x)
+
+
+def rows(seed: int = 0, count: int = ROWS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 4, (count,), generator=generator)
+    return torch.randn(count, 16, generator=generator), labels
+
+
+def roomy(room_bytes: int) -> int:
+    gc.collect()
+    glibc.return_free_memory()
+    return process_memory.resident_bytes() + room_bytes
+
+
+TIGHT, AMPLE = 122_000_000, 400_000_000  # in the first, plain does not fit by 30 MB
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert native.settings()[1] is None
+    assert nn.Module.__call__ is PLAIN_CALL
+
+
+def train(
+    model: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    steps: int = 4,
+    *,
+    amp: bool = False,
+    batches: Callable[[int], tuple[Tensor, Tensor]] = rows,
+) -> list[float]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    torch.manual_seed(1)
+    for step in range(steps):
+        inputs, labels = batches(step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16) if amp else contextlib.nullcontext():
+            loss = F.cross_entropy(forward(inputs), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def compared(model: nn.Module, *, is_tight: bool = True, amp: bool = False) -> BudgetedForward:
+    """Train under a budget and plainly; the same losses and weights must result."""
+    plain, budget = copy.deepcopy(model), roomy(TIGHT if is_tight else AMPLE)
+
+    def forward(inputs: Tensor) -> Tensor:
+        with daf.compress(model, budget=budget, tolerance=0):
+            return model(inputs)
+
+    losses = train(model, forward, amp=amp)
+    found = BudgetedForward.of(model)
+    assert found is not None
+    assert found.report()["unplanned_because"] == ""
+    assert found.peak_bytes <= budget
+    found.close()
+    torch.testing.assert_close(losses, train(plain, plain, amp=amp), rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    return found
+
+
+@pytest.mark.parametrize("is_tight", [True, False])
+def test_trains_as_plain_within_the_budget(*, is_tight: bool) -> None:
+    found = compared(Blocks(), is_tight=is_tight)
+    assert found.plan is not None
+    assert (found.plan.policy.name == "plain") != is_tight
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_checkpoints_and_autocast_inside(*, amp: bool) -> None:
+    compared(Blocks(checkpointed=not amp), amp=amp)
+
+
+def test_codes_hold_less() -> None:
+    model, budget = Blocks(), roomy(TIGHT)
+    with daf.compress(model, budget=budget, tolerance=1.0) as found:
+        losses = train(model, model, 6)
+    report = found.report()
+    assert report["saved_bytes_peak"] < report["saved_bytes_plain"] / 2
+    assert found.peak_bytes <= budget
+    assert losses[-1] < 1.5
+    found.close()
+
+
+def test_evaluation_nesting_and_copies_inside() -> None:
+    model, budget = Blocks(), roomy(AMPLE)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    inputs, labels = rows()
+    with daf.compress(model, budget=budget) as found, daf.compress(model, budget=budget) as same:
+        assert same is found
+        with torch.no_grad():
+            model(inputs)
+        assert found.plan is None  # nothing is saved, so nothing was planned
+        F.cross_entropy(model(inputs), labels).backward()
+        average.update_parameters(model)
+        copied = copy.deepcopy(model)
+    assert found.report()["calls"] == 1
+    assert BudgetedForward.of(copied) is None
+    torch.save(model, io.BytesIO())
+    found.close()
+    assert BudgetedForward.of(model) is None
+
+
+def test_two_models_of_an_adversarial_pair_are_plains() -> None:
+    def pair() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        maker = nn.Sequential(nn.Linear(8, WIDTH), nn.GELU(), nn.Linear(WIDTH, 16))
+        return maker, nn.Sequential(nn.Linear(16, WIDTH), nn.SiLU(), nn.Linear(WIDTH, 1))
+
+    def play(maker: nn.Module, judge: nn.Module, budget: int | None) -> list[float]:
+        ours = (
+            torch.optim.Adam(maker.parameters(), 1e-3),
+            torch.optim.Adam(judge.parameters(), 1e-3),
+        )
+        losses = []
+        entered = [daf.compress(m, budget=budget, tolerance=0) for m in (maker, judge) if budget]
+        for step in range(4):
+            noise = torch.randn(512, 8, generator=torch.Generator().manual_seed(step))
+            with (
+                entered[0] if entered else contextlib.nullcontext(),
+                entered[1] if entered else contextlib.nullcontext(),
+            ):
+                made = maker(noise)
+                loss = (
+                    F.softplus(judge(made.detach())).mean() + F.softplus(-judge(rows()[0])).mean()
+                )
+                ours[1].zero_grad()
+                loss.backward()
+                ours[1].step()
+                ours[0].zero_grad()
+                wrong = F.softplus(-judge(made)).mean()
+            wrong.backward()
+            ours[0].step()
+            losses += [float(loss.detach()), float(wrong.detach())]
+        if budget:
+            assert max(each.peak_bytes for each in entered) <= budget
+            for each in entered:
+                each.close()
+        return losses
+
+    torch.testing.assert_close(play(*pair(), roomy(AMPLE)), play(*pair(), None), rtol=1e-4, atol=0)
+
+
+def test_larger_batches_are_planned_for() -> None:
+    model, budget = Blocks(), roomy(TIGHT)
+
+    def growing(step: int) -> tuple[Tensor, Tensor]:
+        return rows(step, 256 * (1 + step))
+
+    with daf.compress(model, budget=budget, tolerance=0.5) as found:
+        train(model, model, 4, batches=growing)
+    assert found.peak_bytes <= budget
+    found.close()
+
+
+def test_a_backward_pass_without_room_is_refused_too() -> None:
+    model = Blocks()
+    with daf.compress(model, budget=roomy(AMPLE)) as found:
+        loss = F.cross_entropy(model(rows()[0]), rows()[1])
+    found.budget = roomy(1)
+    with pytest.raises(BudgetError, match="asked for a budget"):
+        loss.backward()
+    found.close()
+
+
+def test_a_forgotten_model_leaves_no_limit() -> None:
+    model = Blocks()
+    with daf.compress(model, budget=roomy(AMPLE)):
+        model(rows()[0])
+    assert native.settings()[1] is not None
+    found = weakref.ref(model)
+    del model
+    gc.collect()
+    assert found() is None
+
+
+def test_bits_and_a_budget_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="one of the two"):
+        daf.compress(Blocks(), 2, budget="2GB")  # type: ignore[call-overload]
+
+
+LOOP = """
+    import sys
+    import torch, daf
+    from test_compress import Blocks, rows, train
+    from daf.memory import process_memory
+    model = Blocks()
+    budget = int(sys.argv[1]) or process_memory.resident_bytes() + 60_000_000
+    try:
+        with daf.compress(model, budget=budget, tolerance=0) as found:
+            train(model, model)
+    except daf.BudgetError as error:
+        print(error.least_bytes)
+    else:
+        print(max(found.peak_bytes, process_memory.peak_bytes()) <= budget)
+"""
+
+
+@pytest.mark.thorough
+def test_the_least_budget_that_is_named_holds_in_another_process() -> None:
+    def run(budget: str) -> str:
+        code = [sys.executable, "-c", textwrap.dedent(LOOP), budget]
+        return subprocess.run(
+            code, check=True, text=True, stdout=-1, cwd=sys.path[0]
+        ).stdout.strip()
+
+    least = run("0")
+    assert run(least) == "True"
