@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 from daf.core.errors import MissingPackageError
 
 GROUP = "daf.commands"
+PROGRAM_RUNNER = "run"  # what stands behind its first argument is the program's own
 
 # The first lines of the docstrings of daf.cli.NAME:NAME_command.
 OWN_COMMANDS: Mapping[str, str] = {
@@ -23,7 +24,7 @@ OWN_COMMANDS: Mapping[str, str] = {
     "plan": "Measure a few small steps of MODEL on DATA and say how it would train within "
     "--budget.",
     "report": "Show one run, or compare several: memory, account, plan, loss and throughput.",
-    "run": "Run a Python program under the recycling allocator and say what its tensors held.",
+    "run": "Run a Python program within a budget, or count what its tensors hold.",
     "doctor": "Say what this machine offers: processor, memory, limits, GPU, and what works.",
 }
 
@@ -40,7 +41,8 @@ class LazyCommand(TyperCommand):
         target = self._import_target()
         if not isinstance(target, typer.Typer):
             app = typer.Typer(add_completion=False, rich_markup_mode=None)
-            app.command(self.name)(target)
+            settings = {"allow_interspersed_args": self.name != PROGRAM_RUNNER}
+            app.command(self.name, context_settings=settings)(target)
             target = app
         return typer.main.get_command(target)
 

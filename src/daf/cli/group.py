@@ -63,7 +63,8 @@ def _report(error: DafError, *, as_json: bool) -> None:
         text += f"\nThe least budget that could: {format_bytes(least)} (--budget {least})"
     print(f"daf: {text}", file=sys.stderr)
     if as_json:
-        facts: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
+        kind = BudgetError if isinstance(error, BudgetError) else type(error)
+        facts: dict[str, Any] = {"kind": kind.__name__, "message": str(error)}
         if least is not None:
             facts["least_bytes"] = least
         print(json.dumps({"error": facts}))

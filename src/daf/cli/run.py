@@ -1,24 +1,36 @@
-"""``daf run``: any Python program with its CPU tensors counted, recycled and bounded."""
+"""``daf run``: any Python program, its models trained within a budget, or its tensors counted."""
 
 from __future__ import annotations
 
 import json
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from daf.core.errors import DataError
 from daf.core.units import format_bytes
 from daf.memory.allocation_log import Tracking, track
+from daf.session.forward.script import ScriptModels
 
 
 def run_command(
     script: Annotated[Path, typer.Argument(help="The Python program.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="Its own arguments (after -- if they have dashes).")
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments.")] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Train every model in it with the process below this, such as 2GB."),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="With --budget: the most noise that codes may add; 0: exact only."),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="With --budget: write what each model held, as JSON.")
     ] = None,
     limit: Annotated[
         str | None, typer.Option(help="The most that tensors may hold, such as 2GB.")
@@ -34,19 +46,83 @@ def run_command(
         bool, typer.Option("--json", help="End with all statistics as JSON on standard error.")
     ] = False,
 ) -> None:
-    """Run a Python program under the recycling allocator and say what its tensors held."""
+    """Run a Python program within a budget, or count what its tensors hold.
+
+    With --budget every model that it trains runs as under ``daf.compress``; without, under the
+    recycling allocator. The program is as under ``python``, its exit code too.
+    """
     if not script.is_file():
         raise DataError(f"asked to run {script}, which is no file; give the path of a program")
+    if budget is not None and (limit, cap, history) != (None, None, None):
+        raise typer.BadParameter("--limit, --cap and --history go without --budget")
+    if budget is None and (tolerance, report) != (None, None):
+        raise typer.BadParameter("--tolerance and --report go with --budget")
+    if budget is None:
+        running = _counted(limit, cap, history, as_json=as_json)
+    else:
+        models = ScriptModels(budget, tolerance, lambda text: _tell(f"daf run: {text}"))
+        running = _within(models, budget, report, as_json=as_json)
     sys.argv = [str(script), *(arguments or [])]
-    sys.path.insert(0, str(script.resolve().parent))
+    sys.path[0] = str(script.resolve().parent)
+    with running:
+        runpy.run_path(str(script), run_name="__main__")
+
+
+@contextmanager
+def _within(
+    models: ScriptModels, budget: str, path: Path | None, *, as_json: bool
+) -> Iterator[None]:
+    """Train the models of what runs inside within the budget; tell at the end what they held."""
+    try:
+        with models.watching():
+            yield
+    finally:
+        found: dict[str, Any] = {"budget": budget, "peak_bytes": models.peak_bytes()}
+        found["models"] = models.reports()
+        _tell(json.dumps(found) if as_json else _summary(found))
+        if path is not None:
+            try:
+                path.write_text(json.dumps(found, indent=1) + "\n")
+            except OSError as error:
+                _tell(f"daf: the report was not written: {error}")
+
+
+def _summary(found: dict[str, Any]) -> str:
+    if not found["models"]:
+        return (
+            "daf run: the program trained no model (it called none in training mode with "
+            "gradients), so that nothing was bounded"
+        )
+    peak = format_bytes(found["peak_bytes"])
+    lines = [f"daf run: the process held at most {peak}, of a budget of {found['budget']}"]
+    for each in found["models"]:
+        line = f"  {each['model']}: {each['calls']} calls"
+        if each["calls"]:
+            plain, held = (format_bytes(each[f"saved_bytes_{name}"]) for name in ("plain", "peak"))
+            line += f"; saved for backward {held}, plain {plain}"
+        if each.get("unplanned_because"):
+            line += f"; not planned: {each['unplanned_because']}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _tell(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+@contextmanager
+def _counted(
+    limit: str | None, cap: str | None, history: Path | None, *, as_json: bool
+) -> Iterator[None]:
+    """Count the tensors of what runs inside, and tell at the end."""
     tracking = None
     try:
         with track(limit=limit, cap=cap, history=history is not None) as tracking:
-            runpy.run_path(str(script), run_name="__main__")
+            yield
     finally:
         if tracking is not None:
             _keep_history(tracking, history)
-            typer.echo(_report(tracking.statistics, as_json=as_json), err=True)
+            _tell(_counts(tracking.statistics, as_json=as_json))
 
 
 def _keep_history(tracking: Tracking, path: Path | None) -> None:
@@ -55,10 +131,10 @@ def _keep_history(tracking: Tracking, path: Path | None) -> None:
     try:
         tracking.history.write(path)
     except OSError as error:
-        typer.echo(f"daf: the history was not written: {error}", err=True)
+        _tell(f"daf: the history was not written: {error}")
 
 
-def _report(counts: dict[str, int], *, as_json: bool) -> str:
+def _counts(counts: dict[str, int], *, as_json: bool) -> str:
     if as_json:
         return json.dumps(counts)
     names = ("live_bytes.peak", "held_bytes.peak", "fresh_bytes", "returned_bytes")

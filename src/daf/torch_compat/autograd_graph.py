@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 NO_TASK = -1  # of :func:`graph_task`: no backward pass runs on this thread
+
+_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
 without_torch_function = torch._C.DisableTorchFunction  # inside, no function mode sees operators
 
@@ -71,3 +74,33 @@ def raw_saved(node: Any, name: str) -> Any:
 def result_shape(node: Any) -> tuple[int, ...]:
     """Return the shape of the node's first result, whose gradient it will be given."""
     return tuple(node._input_metadata[0].shape)
+
+
+class BackwardErrors:
+    """Tells listeners of errors of backward passes; PyTorch's function is replaced meanwhile."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[Exception], None]] = []
+
+    def add(self, listener: Callable[[Exception], None]) -> None:
+        """Call ``listener``, which may raise an error in its place, with every error."""
+        self._listeners.append(listener)
+        torch.autograd._engine_run_backward = self._run  # type: ignore[attr-defined]
+
+    def remove(self, listener: Callable[[Exception], None]) -> None:
+        """Tell ``listener`` nothing more."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+        if not self._listeners:
+            torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
+
+    def _run(self, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return _run_backward(*arguments, **keywords)
+        except Exception as error:
+            for listener in [*self._listeners]:
+                listener(error)
+            raise
+
+
+backward_errors = BackwardErrors()

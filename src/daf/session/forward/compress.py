@@ -21,7 +21,7 @@ from daf.core.plan import Plan
 from daf.core.reports import SiteReport
 from daf.session.arguments import asked_memory, checked_tolerance
 from daf.session.forward.runner import ForwardRunner
-from daf.torch_compat.users_calls import around_calls
+from daf.torch_compat.modules import around_calls
 
 _OF_MODEL = "_daf_budget"  # the attribute by which a model finds its own
 
@@ -32,7 +32,8 @@ class BudgetedForward:
     The model's calls inside are planned: codes, fusion and replay, never cut and never retried;
     what lies around them is as it was. Each model has one such object, which ``compress`` returns
     again. The limit, once a first call has set it, stays in force between them, until ``close`` or
-    the end of the model. Calls without gradients, and nested ones, run as they are.
+    the end of the model. Calls without gradients, and nested ones, run as they are. ``budget``,
+    ``tolerance`` and ``seed``: as ``compress`` takes them.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class BudgetedForward:
         if not callable(budget):
             parse_budget(budget)
         asked_memory(model, budget)
+        self.number = 0  # among a script's models
         self._runner: ForwardRunner | None = None
         self._open: list[AbstractContextManager[None]] = []
         vars(model)[_OF_MODEL] = self
@@ -71,7 +73,7 @@ class BudgetedForward:
     def running(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> AbstractContextManager[None]:
-        """Return what a call of the model with these arguments runs within."""
+        """Return what a call of the model with these arguments and keywords runs within."""
         if not torch.is_grad_enabled():
             return nullcontext()
         if self._runner is None:

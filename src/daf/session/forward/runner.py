@@ -29,10 +29,10 @@ from daf.session.readings import SessionReadings
 from daf.session.users_updates import UsersUpdates
 from daf.step.context import BatchInfo, StepContext
 from daf.step.splitting import Splitting
+from daf.torch_compat.autograd_graph import backward_errors
 from daf.torch_compat.function_modes import modes_restored
 from daf.torch_compat.out_of_memory import out_of_memory
 from daf.torch_compat.pytree import tensors_in_batch
-from daf.torch_compat.users_calls import backward_errors
 
 # Updates after which the tightest plan's peak is known, of every part of a loop that trains
 # several models in turn; or calls, where updates are not seen.
