@@ -63,6 +63,7 @@ class PlanController(Resumable):
     accumulated_bytes: int = 0  # of gradients that the user holds beside a step's own
     uncut_examples: int = 0  # of the largest batch so far, where no plan cuts any
     proven_again_at: int = -1  # the step
+    margin_bytes: int = 0  # that plans leave beside the usual, where no pass is tried again
 
     def __post_init__(self) -> None:
         self.planned_budget_bytes = self.budget_bytes
@@ -128,7 +129,14 @@ class PlanController(Resumable):
             )
         self.growth.note(context.info, profiles)
         self.selector.allow(self.allowed())
-        return profiles
+        return self._beside(profiles, self.margin_bytes)
+
+    @staticmethod
+    def _beside(profiles: Profiles, nbytes: int) -> Profiles:
+        """Return the profiles of steps beside which so many bytes are held."""
+        return profiles.changed(
+            lambda each: replace(each, resident_bytes=each.resident_bytes + nbytes)
+        )
 
     def plan_for(self, context: StepContext) -> Plan:
         """Return the plan for the step that begins now.
@@ -165,10 +173,7 @@ class PlanController(Resumable):
         self.accumulated_bytes = nbytes
         profiles, budget_bytes = self.selector.profiles, self.budget_bytes
         if profiles is not None and budget_bytes is not None:
-            beside = profiles.changed(
-                lambda each: replace(each, resident_bytes=each.resident_bytes + more)
-            )
-            self.selector.regrow(beside, budget_bytes)
+            self.selector.regrow(self._beside(profiles, more), budget_bytes)
 
     def _outgrow(self, context: StepContext, budget_bytes: int) -> None:
         """Plan for a larger batch from smaller ones, if they are near and a plan fits; else forget.

@@ -65,7 +65,7 @@ def roomy(room_bytes: int) -> int:
     return process_memory.resident_bytes() + room_bytes
 
 
-TIGHT, AMPLE = 122_000_000, 400_000_000  # in the first, plain does not fit by 30 MB
+TIGHT, AMPLE = 132_000_000, 400_000_000  # in the first, plain does not fit by 20 MB
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +131,7 @@ def test_checkpoints_and_autocast_inside(*, amp: bool) -> None:
 
 
 def test_codes_hold_less() -> None:
-    model, budget = Blocks(), roomy(TIGHT)
+    model, budget = Blocks(), roomy(TIGHT - 20_000_000)
     with daf.compress(model, budget=budget, tolerance=1.0) as found:
         losses = train(model, model, 6)
     report = found.report()

@@ -38,6 +38,8 @@ from daf.torch_compat.pytree import tensors_in_batch
 # several models in turn; or calls, where updates are not seen.
 UPDATES_TO_MEASURE = 2
 CALLS_TO_MEASURE = 16
+# What libraries load in a first pass, and what a prediction may miss by, where none is tried again.
+MARGIN_BYTES = 8 * 2**20
 
 
 class ForwardRunner(SessionReadings):
@@ -72,6 +74,7 @@ class ForwardRunner(SessionReadings):
         )
         self.model = model
         self._seed = seed
+        self._plan_controller.margin_bytes = MARGIN_BYTES
         self._splitting = Splitting(split=False)
         self._splitting.forbidden_because = "its loop keeps its own step"
         self._updates = UsersUpdates(model, self._runner)
