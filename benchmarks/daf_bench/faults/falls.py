@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -24,6 +25,7 @@ from daf_bench.faults.refusals import all_families, answered, in_threads, plain_
 _IN_ONE_CHILD = 25  # falls; the first meets libraries that have made nothing yet
 _SESSION_SHARE = 0.04  # of the falls: a session measures and plans before the first one
 _SESSION_ROOM_BYTES = 256 * 2**20
+_RELATIVE_ERROR = 1e-3  # parts of a batch add up in another order
 
 Report = Callable[[str, int, int], None]
 
@@ -158,20 +160,24 @@ def _session_falls(falls: int, seed: int) -> Outcome:
     model(torch.randn(2, 3, 48, 48))
     ample = resident_bytes() + _SESSION_ROOM_BYTES
     optimizer = torch.optim.AdamW(model.parameters())
-    longest_s = 0.05
-    with daf.Session(model, optimizer, ample, tolerance=draw.choice((0.0, None))) as session:
+    longest_s, tolerance = 0.05, draw.choice((0.0, None))
+    with daf.Session(model, optimizer, ample, tolerance=tolerance) as session:
         session.step(_batch(32), _loss)
         for _ in range(falls):
 
             def fall(depth: float = draw.random()) -> None:
                 session.budget = int(session.held_bytes() * (0.2 + depth))
 
+            step = _Judged(session, draw.randrange(8, 48), is_exact=tolerance == 0.0)
             with _falling(fall, draw, longest_s):
-                wrong += not _steps_or_refuses(session, draw.randrange(8, 48))
+                step.attempt()
             session.budget = ample
+            wrong += not step.is_right_or_refused
+            step = _Judged(session, 32, is_exact=tolerance == 0.0)
             start_s = time.perf_counter()
-            wrong += not _steps(session, 32)
+            step.run()
             longest_s = time.perf_counter() - start_s
+            wrong += not step.is_right
     return Outcome(falls, wrong)
 
 
@@ -179,13 +185,45 @@ def _batch(examples: int) -> tuple[Tensor, Tensor]:
     return torch.randn(examples, 3, 48, 48), torch.randint(10, (examples,))
 
 
-def _steps_or_refuses(session: daf.Session, examples: int) -> bool:
-    try:
-        return _steps(session, examples)
-    except DafError:
-        return True
+class _Judged:
+    """A step of a session; plain PyTorch's gradient is taken before, while nothing falls."""
+
+    def __init__(self, session: daf.Session, examples: int, *, is_exact: bool) -> None:
+        self._session = session
+        self._batch = _batch(examples)
+        self._steps_loss: float | None = None
+        self._expected: Tensor | None = None
+        if is_exact:
+            plain = copy.deepcopy(session.model)
+            plain.zero_grad()
+            _loss(plain, self._batch).backward()  # type: ignore[no-untyped-call]
+            self._expected = _gradient(plain)
+
+    def attempt(self) -> None:
+        """Step, or be refused."""
+        with suppress(DafError):
+            self.run()
+
+    def run(self) -> None:
+        """Step."""
+        self._steps_loss = self._session.step(self._batch, _loss).loss
+
+    @property
+    def is_right_or_refused(self) -> bool:
+        """True if the step was refused, or was right."""
+        return self._steps_loss is None or self.is_right
+
+    @property
+    def is_right(self) -> bool:
+        """True if the loss is finite and, where all is exact, the gradient is plain's."""
+        loss = self._steps_loss
+        if loss is None or not 0.0 <= loss < 1e6:
+            return False
+        if self._expected is None:
+            return True
+        difference = (_gradient(self._session.model) - self._expected).norm()
+        return float(difference / self._expected.norm()) < _RELATIVE_ERROR
 
 
-def _steps(session: daf.Session, examples: int) -> bool:
-    loss = session.step(_batch(examples), _loss).loss
-    return 0.0 <= loss < 1e6  # finite; its bits are asked of by what runs without a session
+def _gradient(model: nn.Module) -> Tensor:
+    return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
