@@ -29,7 +29,7 @@ def daf_run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_program_runs_as_itself_and_its_memory_is_told(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = daf_run("--json", str(program), "one", "--", "--two")
+    done = daf_run("--json", str(program), "one", "--two")
     assert done.returncode == 3
     assert done.stdout == "__main__ ['one', '--two']\n"
     counts = json.loads(done.stderr.splitlines()[-1])
