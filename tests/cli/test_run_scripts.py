@@ -14,7 +14,9 @@ import pytest
 from daf.memory import process_memory
 
 # Each model names the least budget when its own turn comes: the second one's is larger.
-ONE_BY_ONE = pytest.mark.xfail(reason="of two models, the first names a least for itself alone")
+ONE_BY_ONE = pytest.mark.xfail(
+    reason="of two models, the first names a least for itself alone", strict=True
+)
 SCRIPTS = [
     pytest.param(each, id=each.stem, marks=ONE_BY_ONE if each.stem == "gan" else ())
     for each in sorted((Path(__file__).parent / "scripts").glob("*.py"))

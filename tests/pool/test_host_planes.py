@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from direct_copies import DirectCopies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_streams import LateStreams
@@ -344,7 +345,7 @@ def test_what_a_thread_packs_is_fetched_once_it_is_there_and_waited_for_where_it
 
 
 def test_any_thread_may_drop_what_is_staged_while_another_reads() -> None:
-    store = HostStore(CPU, 1 << 20, transfers=_Direct(), streams=None)
+    store = HostStore(CPU, 1 << 20, transfers=DirectCopies(), streams=None)
     living = [_named(store, name) for name in range(32)]
     stop, problems = threading.Event(), []
 
@@ -367,24 +368,6 @@ def test_any_thread_may_drop_what_is_staged_while_another_reads() -> None:
     living.clear()
     del planes
     assert store.device_bytes == store.stored_bytes == 0
-
-
-class _Direct:
-    """Copies that are done when asked for."""
-
-    def out(self, source: Tensor) -> tuple[Tensor, None]:
-        return source.clone(), None
-
-    def back(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source)
-
-    def is_done(self, ticket: None) -> bool:
-        return True
-
-    def order(self, ticket: None) -> None: ...
-    def mark(self) -> Any: ...
-    def duration_ms(self, ticket: None) -> float: ...
-    def elapsed_ms(self, first: None, last: None) -> float: ...
 
 
 def _named(store: HostStore, name: int) -> HostPlanes:

@@ -71,7 +71,11 @@ def _plainly() -> Callable[[Batch], None]:
 def _by_step() -> Callable[[Batch], None]:
     model, optimizer = _network()
     session = daf.Session(model, optimizer, _budget(), tolerance=0)
-    return lambda batch: _none(session.step(batch, _loss))
+
+    def step(batch: Batch) -> None:
+        session.step(batch, _loss)
+
+    return step
 
 
 def _by_backward() -> Callable[[Batch], None]:
@@ -98,7 +102,3 @@ def _by_compress() -> Callable[[Batch], None]:
         optimizer.step()
 
     return step
-
-
-def _none(_: object) -> None:
-    return None

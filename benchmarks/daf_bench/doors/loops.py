@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from daf.torch_compat import compiler
 
 ACCUMULATED = 4  # batches to an update, in loops that accumulate
 MOST_NORM = 1.0
-_CAN_COMPRESS = find_spec("daf.session.forward") is not None  # within a budget
-DOORS = ("step", "backward", *(("compress",) if _CAN_COMPRESS else ()))
+DOORS = ("step", "backward", "compress")
 Step = Callable[[Any], float]
 
 

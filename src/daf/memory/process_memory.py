@@ -27,13 +27,13 @@ _RESET_PEAK_COMMAND = "5"  # proc(5): reset the peak resident set size
 
 def field_bytes(path: Path, field: str) -> int:
     """Return a field of a file of ``/proc`` that counts KiB; raises OSError if it has none."""
-    return _field_bytes(path.read_bytes(), field)
+    return _field_bytes(path.read_bytes(), field, path)
 
 
-def _field_bytes(content: bytes, field: str) -> int:
-    _, _, found = content.partition(f"\n{field}:".encode())
+def _field_bytes(content: bytes, field: str, path: Path) -> int:
+    _, _, found = (b"\n" + content).partition(f"\n{field}:".encode())
     if not found:
-        raise OSError(f"/proc has no field {field}")
+        raise OSError(f"{path} has no field {field}")
     return int(found.split(None, 1)[0]) * 1024
 
 
@@ -45,7 +45,8 @@ def _open_status(_process: int) -> int:
 
 def _own_bytes(field: str) -> int:
     try:
-        return _field_bytes(os.pread(_open_status(os.getpid()), _MOST_READ, 0), field)
+        content = os.pread(_open_status(os.getpid()), _MOST_READ, 0)
+        return _field_bytes(content, field, _STATUS)
     except OSError:  # somebody closed all descriptors, or there is no such field
         _open_status.cache_clear()
         return field_bytes(_STATUS, field)

@@ -34,7 +34,7 @@ RIVAL_MS = 1.25
 # Shares of a refused plan's bytes above the floor by which the next plan holds less, tried in turn;
 # the plan of least memory comes last.
 TIGHTER_SHARES = (0.25, 0.1)
-SHORT_MS = 10.0
+SHORT_MS = 10.0  # of a whole step: its times are Python's and noise
 SMALLEST_STEP_BYTES = 10 * 2**20
 
 
@@ -106,7 +106,7 @@ def make_plans(
 
     def plans_of(profile: Profile, most: float) -> list[Plan]:
         limit = without_margin(profile, budget_bytes)
-        # Times of short steps are Python's and noise: a whole batch that fits is not cut for them.
+        # A whole batch that fits is not cut for what times of short steps say.
         is_short = profile.step_ms(profile.batch_size) < SHORT_MS
         is_kept = is_short and kept_peak_bytes(profile) <= budget_bytes
         least = profile.batch_size if is_kept else 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +17,7 @@ from daf.capture.capture import Capture
 from daf.core.units import parse_optional_bytes
 from daf.memory.domain import MemoryDomain, ProcessMemory, keeper_of
 from daf.memory.keeper import Keeper
+from daf.memory.owners import owners
 from daf.offload.host_codes import host_options
 from daf.offload.spill import SpillOptions
 from daf.planning.planner import Constraints
@@ -39,6 +42,7 @@ from daf.session.plan_selector import PlanSelector
 from daf.session.rollback import Rollback
 from daf.session.step_profiles import StepProfiles
 from daf.session.step_runner import StepRetries, StepRunner
+from daf.session.users_updates import UsersUpdates
 from daf.step.gradient import GradientStep
 from daf.step.gradient_release import GradientRelease, ReleaseMode
 from daf.step.user_gradients import UserGradients
@@ -54,6 +58,22 @@ class SessionParts(NamedTuple):
     noise: NoiseController
     gradient: GradientStep
     runner: StepRunner
+    updates: UsersUpdates
+
+    def end_with(self, owner: object) -> None:
+        """Set nothing any more once ``owner`` is collected, whoever still looks at its budget."""
+        weakref.finalize(owner, self.plan_controller.selector.give_up_search)
+        ended = weakref.finalize(owner, self.keeper.retire)
+        ended.atexit = False  # what is set ends with a process
+
+    def close(self) -> None:
+        """Undo what was set in the process; waits for a step that another thread runs."""
+        with owners.turn, ExitStack() as parts:  # each is closed, whatever interrupts another
+            parts.callback(self.updates.close)
+            parts.callback(self.runner.rollback.close)
+            parts.callback(self.keeper.retire)
+            parts.callback(self.budget_controller.close)
+            parts.callback(self.plan_controller.selector.give_up_search)
 
 
 def make_parts(
@@ -62,20 +82,20 @@ def make_parts(
     budget: Budget,
     memory: MemoryDomain,
     *,
-    bits: int | str | None,
-    fused: bool,
-    policy: str | None,
-    tolerance: float | None,
     baseline_bytes: int,
-    allow_batchnorm_split: bool,
-    operators: str,
-    pool_bytes: str | int | None,
-    release_gradients: ReleaseMode,
-    spill: SpillOptions | None,
-    sensitivity: Sensitivity | bool,
-    rollback: Path | bool,
-    host_bytes: str | int | None,
-    scope: Scope,
+    bits: int | str | None = None,
+    fused: bool = False,
+    policy: str | None = None,
+    tolerance: float | None = None,
+    allow_batchnorm_split: bool = False,
+    operators: str = "auto",
+    pool_bytes: str | int | None = None,
+    release_gradients: ReleaseMode = False,
+    spill: SpillOptions | None = None,
+    sensitivity: Sensitivity | bool = True,
+    rollback: Path | bool = False,
+    host_bytes: str | int | None = None,
+    scope: Scope = "process",
     can_run_again: bool = True,
 ) -> SessionParts:
     """Return a session's parts; arguments and errors are its own; the budget bounds ``memory``."""
@@ -130,5 +150,12 @@ def make_parts(
     going_back = Rollback(model, optimizer, rollback)
     runner = StepRunner(optimizer, retries, plan_controller, noise, going_back, counters, keeper)
     return SessionParts(
-        capture, keeper, budget_controller, plan_controller, noise, gradient, runner
+        capture,
+        keeper,
+        budget_controller,
+        plan_controller,
+        noise,
+        gradient,
+        runner,
+        UsersUpdates(model, runner),
     )

@@ -60,7 +60,9 @@ class PlanController(Resumable):
     growth: ProfileGrowth = field(default_factory=ProfileGrowth)
     predicted_peak_bytes: int | None = None
     planned_for_bytes: int = 0  # of the measured batch
-    accumulated_bytes: int = 0  # of gradients that the user holds beside a step's own
+    # Of gradients that the user holds beside a step's own: now, and at most.
+    users_gradient_bytes: int = 0
+    most_users_gradient_bytes: int = 0
     uncut_examples: int = 0  # of the largest batch so far, where no plan cuts any
     proven_again_at: int = -1  # the step
     margin_bytes: int = 0  # that plans leave beside the usual, where no pass is tried again
@@ -127,16 +129,14 @@ class PlanController(Resumable):
             profiles = self.step_profiles.measure(
                 context, budget_bytes, on_progress, can_fuse=self.selector.can_fuse
             )
-        self.growth.note(context.info, profiles)
+        alone = _beside(profiles, -self.users_gradient_bytes)  # they were there meanwhile
+        self.growth.note(context.info, alone)
         self.selector.allow(self.allowed())
-        return self._beside(profiles, self.margin_bytes)
+        return self._beside_users(alone)
 
-    @staticmethod
-    def _beside(profiles: Profiles, nbytes: int) -> Profiles:
-        """Return the profiles of steps beside which so many bytes are held."""
-        return profiles.changed(
-            lambda each: replace(each, resident_bytes=each.resident_bytes + nbytes)
-        )
+    def _beside_users(self, profiles: Profiles) -> Profiles:
+        """Return the profiles of steps beside the user's gradients, with the margin."""
+        return _beside(profiles, self.most_users_gradient_bytes + self.margin_bytes)
 
     def plan_for(self, context: StepContext) -> Plan:
         """Return the plan for the step that begins now.
@@ -167,13 +167,12 @@ class PlanController(Resumable):
         Raises:
             BudgetError: no plan fits; they and the parameters are untouched.
         """
-        more = nbytes - self.accumulated_bytes
-        if more <= 0:
-            return
-        self.accumulated_bytes = nbytes
+        more = nbytes - self.most_users_gradient_bytes
+        self.users_gradient_bytes = nbytes
+        self.most_users_gradient_bytes += max(0, more)
         profiles, budget_bytes = self.selector.profiles, self.budget_bytes
-        if profiles is not None and budget_bytes is not None:
-            self.selector.regrow(self._beside(profiles, more), budget_bytes)
+        if more > 0 and profiles is not None and budget_bytes is not None:
+            self.selector.regrow(_beside(profiles, more), budget_bytes)
 
     def _outgrow(self, context: StepContext, budget_bytes: int) -> None:
         """Plan for a larger batch from smaller ones, if they are near and a plan fits; else forget.
@@ -185,7 +184,8 @@ class PlanController(Resumable):
             if profiles is None:
                 break
             with suppress(BudgetError):
-                self.selector.regrow(self.noise.weighed(profiles), budget_bytes)
+                beside = self._beside_users(profiles)
+                self.selector.regrow(self.noise.weighed(beside), budget_bytes)
                 self.planned_for_bytes = int(context.info.nbytes * ahead)
                 return
         self.selector.forget()
@@ -362,3 +362,8 @@ class PlanController(Resumable):
             self.keeper.open()
         if state["was_searching"] and self.planned_budget_bytes is not None:
             self.selector.search_again(self.planned_budget_bytes)
+
+
+def _beside(profiles: Profiles, nbytes: int) -> Profiles:
+    """Return the profiles of steps beside which so many more bytes are held."""
+    return profiles.changed(lambda each: replace(each, resident_bytes=each.resident_bytes + nbytes))

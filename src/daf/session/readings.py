@@ -25,6 +25,7 @@ class SessionReadings:
         self._noise = parts.noise
         self._gradient = parts.gradient
         self._runner = parts.runner
+        self._updates = parts.updates
 
     @property
     def budget_history(self) -> list[BudgetChange]:

@@ -7,9 +7,8 @@ under the tightest plan, then goes on with the fastest plan that fits. ``factory
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from daf.sensitivity.result import Sensitivity
 from daf.session.arguments import Operators, asked_memory, checked_norm, refuse_budget_elsewhere
 from daf.session.factory import make_parts
 from daf.session.readings import SessionReadings
-from daf.session.users_updates import UsersUpdates
 from daf.step.batch_cut import BatchDim
 from daf.step.context import StepContext
 from daf.step.evaluation import Evaluation
@@ -169,13 +167,10 @@ class Session(SessionReadings):
             scope=scope,
         )
         super().__init__(parts)
-        self._updates = UsersUpdates(model, parts.runner)
+        self._parts = parts
         self._evaluation = Evaluation(model, self._splitting, parts.keeper)
         self._is_closed = False
-        # One that is forgotten sets nothing any more, whoever still looks at its budget.
-        weakref.finalize(self, parts.plan_controller.selector.give_up_search)
-        ended = weakref.finalize(self, parts.keeper.retire)
-        ended.atexit = False  # what is set ends with a process
+        parts.end_with(self)
         memory.reset_peak()
 
     def __enter__(self) -> Session:
@@ -191,12 +186,7 @@ class Session(SessionReadings):
         undoes the same.
         """
         self._is_closed = True
-        with owners.turn, ExitStack() as parts:  # each is closed, whatever interrupts another
-            parts.callback(self._updates.close)
-            parts.callback(self._runner.rollback.close)
-            parts.callback(self._keeper.retire)
-            parts.callback(self._budget_controller.close)
-            parts.callback(self._plan_controller.selector.give_up_search)
+        self._parts.close()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.amp import GradScaler
 
-_original = GradScaler.scale
-_lock = threading.Lock()
+from daf.core.replaced import Replaced
 
 
 class ScaleWatch:
@@ -20,7 +19,6 @@ class ScaleWatch:
     loss was scaled. Nobody's class stays changed once every watch has been left.
     """
 
-    _entered: ClassVar[int] = 0
     _of_thread: ClassVar[threading.local] = threading.local()
 
     def __init__(self) -> None:
@@ -30,17 +28,12 @@ class ScaleWatch:
     def __enter__(self) -> ScaleWatch:
         self._outer = getattr(self._of_thread, "watch", None)
         self._of_thread.watch = self
-        with _lock:
-            ScaleWatch._entered += 1
-            GradScaler.scale = _noting  # type: ignore[method-assign]
+        _scale.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._of_thread.watch = self._outer
-        with _lock:
-            ScaleWatch._entered -= 1
-            if not ScaleWatch._entered and GradScaler.scale is _noting:
-                GradScaler.scale = _original  # type: ignore[method-assign]
+        _scale.remove(self)
 
     @classmethod
     def note(cls, factor: Tensor | None) -> None:
@@ -50,8 +43,11 @@ class ScaleWatch:
             watch.factor = factor.detach().clone()
 
 
-@wraps(_original)
+@wraps(GradScaler.scale)
 def _noting(self: GradScaler, outputs: Any) -> Any:
-    scaled = _original(self, outputs)
+    scaled = _scale.original(self, outputs)
     ScaleWatch.note(self._scale if self.is_enabled() else None)
     return scaled
+
+
+_scale: Replaced[ScaleWatch] = Replaced(GradScaler, "scale", _noting)

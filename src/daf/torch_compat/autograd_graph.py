@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NO_TASK = -1  # of :func:`graph_task`: no backward pass runs on this thread
+from daf.core.replaced import Replaced
 
-_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+NO_TASK = -1  # of :func:`graph_task`: no backward pass runs on this thread
 
 without_torch_function = torch._C.DisableTorchFunction  # inside, no function mode sees operators
 
@@ -76,31 +76,17 @@ def result_shape(node: Any) -> tuple[int, ...]:
     return tuple(node._input_metadata[0].shape)
 
 
-class BackwardErrors:
-    """Tells listeners of errors of backward passes; PyTorch's function is replaced meanwhile."""
-
-    def __init__(self) -> None:
-        self._listeners: list[Callable[[Exception], None]] = []
-
-    def add(self, listener: Callable[[Exception], None]) -> None:
-        """Call ``listener``, which may raise an error in its place, with every error."""
-        self._listeners.append(listener)
-        torch.autograd._engine_run_backward = self._run  # type: ignore[attr-defined]
-
-    def remove(self, listener: Callable[[Exception], None]) -> None:
-        """Tell ``listener`` nothing more."""
-        if listener in self._listeners:
-            self._listeners.remove(listener)
-        if not self._listeners:
-            torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
-
-    def _run(self, *arguments: Any, **keywords: Any) -> Any:
-        try:
-            return _run_backward(*arguments, **keywords)
-        except Exception as error:
-            for listener in [*self._listeners]:
-                listener(error)
-            raise
+def _run_backward(*arguments: Any, **keywords: Any) -> Any:
+    try:
+        return backward_errors.original(*arguments, **keywords)
+    except Exception as error:
+        for listener in backward_errors.listeners:
+            listener(error)
+        raise
 
 
-backward_errors = BackwardErrors()
+_engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+# Listeners are called with every error of a backward pass, and may raise another in its place.
+backward_errors: Replaced[Callable[[Exception], None]] = Replaced(
+    torch.autograd, _engine.__name__, _run_backward
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 
+from daf.core.replaced import Replaced
 from daf.torch_compat.autograd_graph import NO_TASK, graph_task
 
 __all__ = ["AnyBatchNorm", "Around", "around_calls"]
@@ -17,30 +19,51 @@ __all__ = ["AnyBatchNorm", "Around", "around_calls"]
 Around = Callable[
     [nn.Module, tuple[Any, ...], dict[str, Any]], AbstractContextManager[object] | None
 ]
-_call_module = nn.Module.__call__
+
+
+class _Thread(threading.local):
+    is_inside = False  # a call that somebody is around
+
+
+_thread = _Thread()
 
 
 @contextmanager
 def around_calls(around: Around) -> Iterator[None]:
     """Run module calls in the body within what ``around`` returns; calls inside one run as usual.
 
-    Calls in a backward pass (replays, checkpoints) are left alone too.
+    So do calls in a backward pass (replays, checkpoints). Of several, the last that came and wants
+    to is around a call.
     """
-    before = nn.Module.__call__
-
-    def call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        entered = around(module, arguments, keywords) if graph_task() == NO_TASK else None
-        if entered is None:
-            return before(module, *arguments, **keywords)
-        outside, nn.Module.__call__ = nn.Module.__call__, _call_module  # type: ignore[method-assign]
-        try:
-            with entered:
-                return _call_module(module, *arguments, **keywords)
-        finally:
-            nn.Module.__call__ = outside  # type: ignore[method-assign]
-
-    nn.Module.__call__ = call  # type: ignore[method-assign]
+    _calls.add(around)
     try:
         yield
     finally:
-        nn.Module.__call__ = before  # type: ignore[method-assign]
+        _calls.remove(around)
+
+
+def _call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    if _thread.is_inside or graph_task() != NO_TASK:
+        return _calls.original(module, *arguments, **keywords)
+    for around in reversed(_calls.listeners):
+        entered = around(module, arguments, keywords)
+        if entered is not None:
+            return _call_within(entered, module, arguments, keywords)
+    return _calls.original(module, *arguments, **keywords)
+
+
+def _call_within(
+    entered: AbstractContextManager[object],
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> Any:
+    _thread.is_inside = True
+    try:
+        with entered:
+            return _calls.original(module, *arguments, **keywords)
+    finally:
+        _thread.is_inside = False
+
+
+_calls: Replaced[Around] = Replaced(nn.Module, "__call__", _call)

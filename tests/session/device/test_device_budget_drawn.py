@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from backends import coding_by
+from direct_copies import DirectCopies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_kernels import PagedBackend, pages_of
@@ -50,23 +51,12 @@ needs_account = pytest.mark.skipif(unsupported_reason() is not None, reason="no 
 # --- a pool, a host store and their keeper --------------------------------------------------
 
 
-class HostCopies:
-    """Done when asked for, to memory that is not the simulated device's."""
+class HostCopies(DirectCopies):
+    """To memory that is not the simulated device's."""
 
     def out(self, source: Tensor) -> tuple[Tensor, None]:
         copied = bytearray(source.numpy().tobytes())  # large arrays of NumPy's are in the account
         return torch.frombuffer(copied, dtype=source.dtype).reshape(source.shape), None
-
-    def back(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source)
-
-    def is_done(self, ticket: None) -> bool:
-        return True
-
-    def order(self, ticket: None) -> None: ...
-    def mark(self) -> Any: ...
-    def duration_ms(self, ticket: None) -> float: ...
-    def elapsed_ms(self, first: None, last: None) -> float: ...
 
 
 @dataclass

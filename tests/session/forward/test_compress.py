@@ -11,6 +11,7 @@ import sys
 import textwrap
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from daf.core.errors import BudgetError
 from daf.memory import glibc, process_memory
 from daf.session.forward.compress import BudgetedForward
 
-WIDTH, ROWS = 1024, 1024
+WIDTH, ROWS = 1024, 2048
 torch.optim.SGD([torch.zeros(1)], lr=0.1)  # loads what every optimizer does
 PLAIN_CALL = nn.Module.__call__
 
@@ -36,7 +37,7 @@ def block() -> nn.Sequential:
 
 
 class Blocks(nn.Module):
-    """Saves 100 MB for a batch; ``checkpointed``: its first block saves its input only."""
+    """Saves 200 MB for a batch; ``checkpointed``: its first block saves its input only."""
 
     def __init__(self, *, checkpointed: bool = False) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ def roomy(room_bytes: int) -> int:
     return process_memory.resident_bytes() + room_bytes
 
 
-TIGHT, AMPLE = 132_000_000, 400_000_000  # in the first, plain does not fit by 20 MB
+TIGHT, AMPLE = 190_000_000, 600_000_000  # in the first, plain does not fit by 75 MB
 
 
 @pytest.fixture(autouse=True)
@@ -122,16 +123,29 @@ def compared(model: nn.Module, *, is_tight: bool = True, amp: bool = False) -> B
 def test_trains_as_plain_within_the_budget(*, is_tight: bool) -> None:
     found = compared(Blocks(), is_tight=is_tight)
     assert found.plan is not None
-    assert found.plan.policy.name == "plain" or is_tight
+    assert (found.plan.policy.name == "plain") != is_tight
 
 
-@pytest.mark.parametrize("amp", [False, True])
-def test_checkpoints_and_autocast_inside(*, amp: bool) -> None:
-    compared(Blocks(checkpointed=not amp), amp=amp)
+def test_checkpoints_inside() -> None:
+    compared(Blocks(checkpointed=True))
+
+
+def in_child(code: str, *arguments: str) -> str:
+    """Run code that imports this file, in a process of its own; return what it printed."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    folder = Path(__file__).parent
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+def test_autocast_inside() -> None:
+    """In a process of its own: oneDNN keeps kernels of every shape in half types for good."""
+    in_child("import test_compress as own; own.compared(own.Blocks(), amp=True)")
 
 
 def test_codes_hold_less() -> None:
-    model, budget = Blocks(), roomy(TIGHT - 20_000_000)
+    model, budget = Blocks(), roomy(TIGHT)
     with daf.compress(model, budget=budget, tolerance=1.0) as found:
         losses = train(model, model, 6)
     report = found.report()
@@ -204,7 +218,7 @@ def test_larger_batches_are_planned_for() -> None:
     model, budget = Blocks(), roomy(TIGHT)
 
     def growing(step: int) -> tuple[Tensor, Tensor]:
-        return rows(step, 256 * (1 + step))
+        return rows(step, 512 * (1 + step))
 
     with daf.compress(model, budget=budget, tolerance=0.5) as found:
         train(model, model, 4, batches=growing)
@@ -257,11 +271,5 @@ LOOP = """
 
 @pytest.mark.thorough
 def test_the_least_budget_that_is_named_holds_in_another_process() -> None:
-    def run(budget: str) -> str:
-        code = [sys.executable, "-c", textwrap.dedent(LOOP), budget]
-        return subprocess.run(
-            code, check=True, text=True, stdout=-1, cwd=sys.path[0]
-        ).stdout.strip()
-
-    least = run("0")
-    assert run(least) == "True"
+    least = in_child(LOOP, "0")
+    assert in_child(LOOP, least) == "True"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from daf.session.arguments import asked_memory
 from daf.session.factory import make_parts
 from daf.session.forward.stand_in_loss import stand_in_loss, without_graph
 from daf.session.readings import SessionReadings
-from daf.session.users_updates import UsersUpdates
 from daf.step.context import BatchInfo, StepContext
 from daf.step.splitting import Splitting
 from daf.torch_compat.autograd_graph import backward_errors
@@ -49,35 +48,22 @@ class ForwardRunner(SessionReadings):
         self, model: nn.Module, budget: Budget, tolerance: float | None, seed: int
     ) -> None:
         memory = asked_memory(model, budget)
-        super().__init__(
-            make_parts(
-                model,
-                optimizer_of(model),
-                budget,
-                memory,
-                bits=None,
-                fused=False,
-                policy=None,
-                tolerance=tolerance,
-                baseline_bytes=max(0, memory.held_bytes() - parameter_bytes(model)),
-                allow_batchnorm_split=False,
-                operators="auto",
-                pool_bytes=None,
-                release_gradients=False,
-                spill=None,
-                sensitivity=False,
-                rollback=False,
-                host_bytes=None,
-                scope="process",
-                can_run_again=False,
-            )
+        self._parts = make_parts(
+            model,
+            optimizer_of(model),
+            budget,
+            memory,
+            baseline_bytes=max(0, memory.held_bytes() - parameter_bytes(model)),
+            tolerance=tolerance,
+            sensitivity=False,
+            can_run_again=False,
         )
+        super().__init__(self._parts)
         self.model = model
         self._seed = seed
         self._plan_controller.margin_bytes = MARGIN_BYTES
         self._splitting = Splitting(split=False)
         self._splitting.forbidden_because = "its loop keeps its own step"
-        self._updates = UsersUpdates(model, self._runner)
         self.unplanned_because = ""
         self._version = -1
         self._updates_seen = self._calls_seen = 0
@@ -92,18 +78,13 @@ class ForwardRunner(SessionReadings):
         self._listener = refused
         backward_errors.add(refused)
         weakref.finalize(self, backward_errors.remove, refused).atexit = False
-        weakref.finalize(self, self._keeper.retire).atexit = False
-        weakref.finalize(self, self._plan_controller.selector.give_up_search).atexit = False
+        self._parts.end_with(self)
         memory.reset_peak()
 
     def close(self) -> None:
         """Undo what was set in the process."""
-        with owners.turn, ExitStack() as parts:
-            parts.callback(backward_errors.remove, self._listener)
-            parts.callback(self._updates.close)
-            parts.callback(self._keeper.retire)
-            parts.callback(self._budget_controller.close)
-            parts.callback(self._plan_controller.selector.give_up_search)
+        backward_errors.remove(self._listener)
+        self._parts.close()
 
     @property
     def calls(self) -> int:

@@ -1,0 +1,48 @@
+"""A function of somebody else's that is replaced while anybody listens to its calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+Listener = TypeVar("Listener")
+
+
+class Replaced(Generic[Listener]):
+    """``owner.name``, in whose place ``replacement`` runs from the first listener to the last.
+
+    ``replacement`` calls ``original``, with nobody left too: who replaced the function in turn
+    meanwhile keeps ours, and it is not put back over theirs. Any thread may call.
+    """
+
+    def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        self.original: Callable[..., Any] = getattr(owner, name)
+        self._owner, self._name, self._replacement = owner, name, replacement
+        self._listeners: tuple[Listener, ...] = ()
+        self._is_in_place = False
+        self._lock = threading.RLock()  # a collection in here may end listeners
+
+    @property
+    def listeners(self) -> tuple[Listener, ...]:
+        """Who listens now, the last that came last."""
+        return self._listeners
+
+    def add(self, listener: Listener) -> None:
+        """Let somebody listen, once more if they do already."""
+        with self._lock:
+            if not self._is_in_place:
+                self.original = getattr(self._owner, self._name)
+                setattr(self._owner, self._name, self._replacement)
+                self._is_in_place = True
+            self._listeners += (listener,)
+
+    def remove(self, listener: Listener) -> None:
+        """Let somebody listen once less; does nothing if they do not."""
+        with self._lock:
+            if listener in self._listeners:
+                place = len(self._listeners) - 1 - self._listeners[::-1].index(listener)
+                self._listeners = self._listeners[:place] + self._listeners[place + 1 :]
+            if not self._listeners and getattr(self._owner, self._name) is self._replacement:
+                setattr(self._owner, self._name, self.original)
+                self._is_in_place = False
