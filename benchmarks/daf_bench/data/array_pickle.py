@@ -6,6 +6,7 @@ import io
 import math
 import pickle
 import pickletools
+import warnings
 from typing import Any, NoReturn
 
 import numpy as np
@@ -47,8 +48,13 @@ def load_arrays(data: bytes) -> Any:
     """
     if len(data) > MOST_BYTES:
         raise pickle.UnpicklingError(f"it has {len(data)} bytes; a batch has at most {MOST_BYTES}")
-    _refuse_unusual(data)
-    return _plain(_ArrayUnpickler(io.BytesIO(data), encoding="bytes").load())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        try:
+            _refuse_unusual(data)
+            return _plain(_ArrayUnpickler(io.BytesIO(data), encoding="bytes").load())
+        except DeprecationWarning as error:  # Python reads escapes that nobody writes
+            raise pickle.UnpicklingError(f"it is no usual pickle: {error}") from error
 
 
 def _refuse_unusual(data: bytes) -> None:

@@ -44,6 +44,7 @@ def test_a_changed_pickle_is_read_or_unreadable(place: int, changed: bytes) -> N
 @pytest.mark.parametrize(
     ("evil", "words"),
     [
+        (WHOLE[:7] + b"\\" + WHOLE[8:], "invalid escape"),
         (b"\x80\x02Nr\xff\xff\xff\x7f.", "place 2147483647"),
         (b"\x80\x02}K\x01\x85" + b"q\x01h\x01\x86" * 60 + b"K\x02s.", "shares tuples"),
         (b"\x80\x02" + b"]" * 2_000_000, "EMPTY_LIST or too much"),
