@@ -309,7 +309,7 @@ void BlockHeap::release(void* pointer) {
 
 uint64_t BlockHeap::usable_bytes(const void* pointer) {
   const std::lock_guard<std::mutex> guard(mutex_);
-  return live_block(pointer).held_bytes;
+  return live_block(pointer).bytes;
 }
 
 bool BlockHeap::shrink(const void* pointer, uint64_t bytes) {

@@ -58,6 +58,7 @@ class BlockHeap {
   Served allocate(uint64_t bytes, uint32_t label, bool must, void** pointer, uint64_t* over_bytes);
   // Aborts, as the C library does, if no live block starts there.
   void release(void* pointer);
+  // What was asked: a limit may take the rest of what the block holds at any moment.
   uint64_t usable_bytes(const void* pointer);
   // Returns what a live block holds beyond `bytes` to the system; false if it was asked for less.
   bool shrink(const void* pointer, uint64_t bytes);

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.skipif(unsupported_reason() is not None, reason=str(uns
 def as_found() -> Iterator[None]:
     gc.collect()
     threads = set(threading.enumerate())
+    blocks = sizes_of_large_blocks()
     yield
     gc.collect()
     assert owners.living() == []
@@ -44,6 +45,12 @@ def as_found() -> Iterator[None]:
     while set(threading.enumerate()) - threads and time.monotonic() < end_s:
         time.sleep(0.01)
     assert set(threading.enumerate()) - threads == set()
+    gc.collect()
+    assert sizes_of_large_blocks() == blocks
+
+
+def sizes_of_large_blocks() -> list[int]:
+    return sorted(size for _, size, *_ in native.live_blocks())
 
 
 def network(seed: int = 0) -> nn.Sequential:

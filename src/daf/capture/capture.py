@@ -174,6 +174,7 @@ class Capture:
                 )
             raise
         finally:
+            running.close()
             self._state.provenance.clear()
 
     @contextmanager

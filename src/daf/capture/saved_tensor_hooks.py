@@ -71,6 +71,7 @@ class SavedTensorHooks:
         keeper = ReplayKeeper(state, self._hold, self.is_constant)
         self.replays = Replays(model, policy.replayed, keeper, replay_log)
         self._pending: list[SavedTensor] | None = None  # None: no operator is running
+        self._unsettled: list[SavedTensor] = []  # of what runs or just returned
         self.hook = _weakly(self.pack)
 
     # --- hooks ------------------------------------------------------------------------------
@@ -80,13 +81,14 @@ class SavedTensorHooks:
         if self.replays.is_running:
             with without_torch_function():
                 return self.replays.pack(tensor)
-        if self._pending is not None:
-            saved = SavedTensor(tensor)
-            self._pending.append(saved)
-            return saved
         with without_torch_function():
             saved = SavedTensor(tensor)
-            self._settle([saved], _CUSTOM, _OUTSIDE_CALL)
+            self._unsettled.append(saved)
+            if self._pending is not None:
+                self._pending.append(saved)
+            else:
+                self._settle([saved], _CUSTOM, _OUTSIDE_CALL)
+                self.note_settled()
             return saved
 
     @property
@@ -106,6 +108,7 @@ class SavedTensorHooks:
             name_saves(result, first_sequence_number)
             call = Call(function, arguments, keywords, result, operands)
             self._settle(pending, getattr(function, "__name__", type(function).__name__), call)
+            self.note_settled()
         elif operands is not None and function in ADDITIONS and not keywords:
             self._state.provenance.learn_sum(arguments, result, operands)
         return result
@@ -132,6 +135,16 @@ class SavedTensorHooks:
             raise
         finally:
             self._pending = outer
+
+    def note_settled(self) -> None:
+        """Note that what was packed until now is settled, unless an operator is running."""
+        if self._pending is None:
+            self._unsettled.clear()
+
+    def close(self) -> None:
+        """Drop what an interrupt left unsettled, wherever it came: outputs hold their own graph."""
+        for saved in self._unsettled:
+            saved.drop()
 
     def note_read(self, tensor: Tensor, reader: object) -> None:
         """Note that backward may read a constant for as long as ``reader`` lives."""

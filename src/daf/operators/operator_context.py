@@ -49,7 +49,10 @@ class Hooks(Protocol):
         """Run a function as an operator of its own, whose saves are at sites of its name."""
 
     def collecting(self) -> AbstractContextManager[list[SavedTensor]]:
-        """Collect everything packed inside; the caller settles it."""
+        """Collect everything packed inside; the caller settles it, and says so."""
+
+    def note_settled(self) -> None:
+        """Note that what was collected is settled."""
 
     def is_constant(self, tensor: Tensor) -> bool:
         """True if plain PyTorch would hold no memory for this tensor."""
@@ -137,6 +140,7 @@ class OperatorContext:
             save = Save(call.saved, call.x, call.held, *what, record.held_bytes, None, True)
             watcher.saved(save._replace(**more))
         call.saved.settle(call.held, (*call.plain, *plain))
+        self.hooks.note_settled()
         return call.result
 
     def learn(self, call: FusedCall[Any], recipe: Recipe | None) -> None:

@@ -30,6 +30,7 @@ extern "C" void* array_malloc(size_t bytes);
 extern "C" void* array_calloc(size_t bytes);
 extern "C" void* array_realloc(void* pointer, size_t bytes);
 extern "C" void array_free(void* pointer);
+extern "C" size_t array_usable_size(void* pointer);
 extern "C" void other_free(void* pointer);
 extern "C" void* other_malloc(size_t bytes);
 
@@ -381,6 +382,8 @@ void live_blocks_are_fitted() {
   require(fake_allocate(&reused, 64, 9 * mib - 4096) == 0, "reuse");
   const Held block{static_cast<char*>(reused), 9 * mib - 4096, 77};
   write_stamp(block);
+  const uint64_t usable = array_usable_size(reused);
+  require(usable == block.bytes, "nobody may use the excess", usable, block.bytes);
   const uint64_t held = account.held.current();
   allocator::set_limit(held);
   void* next = nullptr;
