@@ -9,6 +9,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import daf
+
+_PACKAGE = str(Path(daf.__file__).parent)
+
 # What undoes the traces of interrupts has no net beneath it.
 _SPARED = ("function_modes.py",)
 
@@ -28,7 +32,7 @@ class InterruptedAt:
 
     def _enter(self, frame: FrameType, _event: str, _argument: Any) -> Any:
         name = frame.f_code.co_filename
-        if "/daf/" not in name or name.endswith(_SPARED) or _is_finalizing(frame):
+        if not name.startswith(_PACKAGE) or name.endswith(_SPARED) or _is_finalizing(frame):
             return None
         return self._line
 
