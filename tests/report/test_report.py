@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 
 from daf.cli import app
 from daf.core.errors import RunFolderError
+from daf.core.markup import Markup, element
 from daf.core.policy import Method
 from daf.files.folder_lock import held_folder
 from daf.files.records import read_json, read_lines, write_json, write_lines
 from daf.report.comparison import COLUMNS, findings, row
-from daf.report.markup import Markup, element
 from daf.report.page import page
 from daf.report.palette import STYLES
 from daf.report.picture import draw

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from daf_bench.peers.page import peers_page
 
+from daf.core.notebook import card, facts, memory_bar, parts_of
 from daf.report.page import page
 from daf.report.runs import read_runs
 
@@ -102,6 +103,25 @@ def test_treatments_and_paper_differ_in_colour(opened: Callable[..., Any], schem
     limit = tab.locator(".limit").first
     red = {"light": "rgb(192, 57, 43)", "dark": "rgb(255, 123, 107)"}[scheme]
     assert limit.evaluate("element => getComputedStyle(element).borderLeftColor") == red
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+def test_a_notebook_s_card_fits_its_cell(browser: Any, tmp_path: Path, width: int) -> None:
+    sizes = {"floor": 300_000_000, "parameters": 44_000_000, "saved": 200_000_000}
+    names = {"a module of a long name, and much said of why it is replayed": "kept " * 30}
+    bar = memory_bar(parts_of(sizes), 600_000_000)
+    file = tmp_path / "cell.html"
+    file.write_text(card("ResNet within 600 MB", bar, facts(names)), encoding="utf-8")
+    tab = browser.new_page(viewport={"width": width, "height": 800})
+    tab.goto(file.as_uri())
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    whole = tab.locator("[role=img]").bounding_box()
+    pieces = [each.bounding_box() for each in tab.locator("[role=img] > span").all()]
+    shares = [each["width"] / whole["width"] for each in pieces[:-1]]
+    assert shares == pytest.approx([1 / 2, 44 / 600, 1 / 3], abs=0.01)
+    end = whole["x"] + whole["width"]
+    assert pieces[-1]["x"] + pieces[-1]["width"] == pytest.approx(end, abs=1)  # the budget
+    tab.close()
 
 
 def contrast(tab: Any, selector: str) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from daf.core.markup import Markup, element, joined, table
 from daf.core.units import format_bytes
-from daf.report.markup import Markup, element, joined, table
 from daf.report.page import document
 from daf.report.scale import number
 from daf_bench.peers.verdicts import OURS, Row, Rows, losses, ran, verdicts, workloads_of

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daf.core.json_dataclasses import to_plain
+from daf.core.notebook import Part, card, facts, memory_bar
 from daf.core.policy import KEEP, Need, Site, Treatment
 from daf.core.units import format_bytes
 
@@ -27,6 +28,21 @@ class CaptureStats:
     evicted_bytes: int = 0
     spilled_bytes: int = 0  # on disk, or a GPU's codes in host memory
     spilled_peak_bytes: int = 0
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: what is held beside what plain PyTorch would hold."""
+        held, plain = self.held_peak_bytes, self.plain_peak_bytes
+        parts = [Part("held at the peak", held), Part("not held", max(0, plain - held))]
+        known = {
+            "plain PyTorch": format_bytes(plain),
+            "times fewer bytes": f"{plain / held:.2f}" if held else None,
+            "saved tensors": self.sites,
+            "evicted": format_bytes(self.evicted_bytes) if self.evicted_bytes else None,
+            "on disk, or on the host": format_bytes(self.spilled_peak_bytes)
+            if self.spilled_peak_bytes
+            else None,
+        }
+        return card("Saved for backward", memory_bar(parts), facts(known))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from daf.core.notebook import Part, card, facts, memory_bar
+from daf.core.units import format_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -50,3 +53,20 @@ class StepReport:
         if self.added_variance is None or not self.batch_variance:
             return None
         return self.added_variance / self.batch_variance
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the peak beside the budget, and what was done."""
+        noise, norm = self.added_noise, self.gradient_norm
+        known = {
+            "loss": f"{self.loss:.6g}",
+            "time": f"{self.step_ms:.1f} ms",
+            "micro-batch": self.micro_batch,
+            "evicted codes": format_bytes(self.evicted_bytes) if self.evicted_bytes else None,
+            "over the budget": format_bytes(self.overrun_bytes) if self.overrun_bytes else None,
+            "noise added by codes": None if noise is None else f"{noise:.2%} of the batch's own",
+            "gradient norm": None if norm is None else f"{norm:.4g}",
+            "rolled back to step": self.rolled_back_to,
+        }
+        saved = min(self.saved_bytes, self.peak_bytes)
+        parts = [Part("peak, other", self.peak_bytes - saved), Part("saved for backward", saved)]
+        return card("Step", memory_bar(parts, self.budget_bytes), facts(known))

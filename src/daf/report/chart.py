@@ -10,8 +10,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from daf.core.markup import Markup, element
 from daf.core.units import format_bytes
-from daf.report.markup import Markup, element
 from daf.report.scale import Point, number, spread, ticks
 
 _UNITS = 1000.0

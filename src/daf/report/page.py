@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
+from daf.core.markup import Markup, element, joined, quiet, table
 from daf.core.units import format_bytes
 from daf.report.comparison import COLUMNS, findings, row
-from daf.report.markup import Markup, element, joined, quiet, table
 from daf.report.palette import style_sheet
 from daf.report.plan_section import plan_figure
 from daf.report.run_charts import (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from daf.core.markup import Markup, element, joined, quiet, table
 from daf.core.units import format_bytes
 from daf.report.chart import legend_entry
 from daf.report.comparison import LEVER_COLUMNS, lever_row
-from daf.report.markup import Markup, element, joined, quiet, table
 from daf.report.runs import Run
 from daf.report.treatments import COLOURS, Cell, ModuleStrip, strips_of, totals_by_method
 

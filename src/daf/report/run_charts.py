@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from daf.core.notebook import ACCOUNT_TERMS
 from daf.report.chart import Bar, BarChart, LevelLine, LineChart, Series, Shade
 from daf.report.runs import Budgets, Run
 from daf.report.scale import Point, thinned
@@ -13,16 +14,6 @@ from daf.report.treatments import COLOURS, strips_of, totals_by_method
 
 ADDED, OWN = "added_variance", "batch_variance"  # variances of the gradient: squared lengths
 _NOISE_STYLES = {"the batch's own": (OWN, "memory"), "added by codes": (ADDED, "budget")}
-_TERMS = {  # of ``Plan.account``, in its order
-    "floor": "floor: Python, libraries, data",
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer state",
-    "saved": "saved for backward",
-    "beside_the_model": "buffers and the like",
-    "transient": "transient",
-    "margin": "margin for what is not foreseen",
-}
 _LEVELS = (  # (key in the summary, name, style)
     ("floor_bytes", "floor", "floor"),
     ("peak_bytes", "measured peak", "memory"),
@@ -109,7 +100,9 @@ def waterfall(run: Run) -> list[Bar]:
     for name, nbytes in account.items():
         if name != "predicted_peak":
             kind = "floor" if name == "floor" else "term"
-            bars.append(Bar(_TERMS.get(name, name.replace("_", " ")), kind, level, level + nbytes))
+            bars.append(
+                Bar(ACCOUNT_TERMS.get(name, name.replace("_", " ")), kind, level, level + nbytes)
+            )
             level += nbytes
     predicted = run.summary["predicted_peak_bytes"]
     if predicted:

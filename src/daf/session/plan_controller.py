@@ -7,12 +7,13 @@ held other than predicted. ``PlanSelector`` makes the plans; ``PlanController`` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
 from daf.core.errors import BudgetError, OtherPathError
+from daf.core.notebook import progress_shown
 from daf.core.plan import Plan
 from daf.core.policy import Policy
 from daf.core.profile import Profiles
@@ -81,18 +82,24 @@ class PlanController(Resumable):
         return self.selector.profiles is not None
 
     def prepare(
-        self, context: StepContext, on_progress: Callable[[str], None] = lambda _: None
+        self, context: StepContext, on_progress: Callable[[str], None] | None = None
     ) -> Plan:
-        """Profile on this batch and plan, unless that was done.
+        """Profile on this batch and plan, unless that was done; a notebook shows what goes on.
 
         Raises:
             BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
         """
         if self.selector.plan is not None:
             return self.selector.plan
-        if self.budget_bytes is None:
-            return self._without_budget(context.info)
         budget_bytes = self.budget_bytes
+        if budget_bytes is None:
+            return self._without_budget(context.info)
+        with nullcontext(on_progress) if on_progress else progress_shown() as shown:
+            return self._measured_and_planned(context, shown, budget_bytes)
+
+    def _measured_and_planned(
+        self, context: StepContext, on_progress: Callable[[str], None], budget_bytes: int
+    ) -> Plan:
         self.step_profiles.refuse_without_room(budget_bytes)
         planner.warm_up()
         self.planned_for_bytes = context.info.nbytes

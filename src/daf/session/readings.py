@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
+from daf.core.markup import Markup, element
+from daf.core.notebook import card, facts, folded, memory_bar, optional_bytes, parts_of
 from daf.core.plan import Plan
 from daf.core.profile import Profile
 from daf.core.reports import LeverRefusal, SiteReport
+from daf.core.units import format_bytes
 from daf.sensitivity.noise_record import NoiseRecord
 from daf.sensitivity.result import Sensitivity
 from daf.session.budget_controller import BudgetChange
@@ -16,6 +21,8 @@ from daf.session.noise_controller import NoiseController
 
 class SessionReadings:
     """The read-only properties of ``Session``."""
+
+    model: nn.Module
 
     def __init__(self, parts: SessionParts) -> None:
         self._capture = parts.capture
@@ -158,3 +165,23 @@ class SessionReadings:
     def is_measuring(self) -> bool:
         """True while the loss function runs for a measurement, not for training."""
         return self._noise.tracker.is_measuring or self._gradient.is_dry_run
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the plan's account within the budget, and what was held."""
+        counters, plan = self._runner.counters, self._plan_controller.selector.plan
+        budget_bytes = self._budget_controller.budget_bytes
+        title = f"{type(self.model).__name__} within {optional_bytes(budget_bytes) or 'no budget'}"
+        plain, ours = counters.saved_bytes_plain, counters.saved_bytes_peak
+        known = {
+            "steps": counters.step_index,
+            "peak of the process": format_bytes(self.peak_bytes),
+            "predicted": optional_bytes(self.predicted_peak_bytes or None),
+            "saved for backward": f"{format_bytes(ours)} (plain PyTorch: {format_bytes(plain)})",
+        }
+        if plan is None:
+            return card(title, facts(known), element("div", "Not planned yet."))
+        settled = "settled" if self.is_settled else "others are still tried"
+        known |= {"micro-batch": plan.micro_batch, "plan": f"{plan.policy.name} ({settled})"}
+        choices = folded(f"{len(plan.choices)} choices", plan.choices)
+        bar = memory_bar(parts_of(plan.account), budget_bytes) if plan.account else Markup()
+        return card(title, bar, facts(known), choices)

@@ -1,0 +1,132 @@
+"""What notebooks show in place of text: cards with a memory bar, as HTML without style sheets.
+
+Sizes stand beside the bar in words, and colours are readable on light and dark backgrounds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from daf.core.markup import Markup, element, joined
+from daf.core.units import format_bytes
+
+ACCOUNT_TERMS = {  # of ``Plan.account``, in its order
+    "floor": "floor: Python, libraries, data",
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "saved": "saved for backward",
+    "beside_the_model": "buffers and the like",
+    "transient": "transient",
+    "margin": "margin for what is not foreseen",
+}
+_SUM = "predicted_peak"  # of the others
+_COLOURS = ("#7d8894", "#2f78b7", "#c2630c", "#8457b5", "#2c8a4b", "#a9803a", "#b84a78", "#98a4b0")
+_BUDGET = "#d0392b"
+_CARD = "max-width:46em;padding:.7em 1em;border:1px solid #8886;border-radius:.5em;line-height:1.45"
+_BAR = "position:relative;display:flex;height:1.1em;margin:.5em 0;background:#8883"
+_LEGEND = "display:flex;flex-wrap:wrap;gap:.1em 1.2em;margin:.2em 0 .5em;font-size:.9em"
+_SWATCH = "display:inline-block;width:.8em;height:.8em;margin-right:.4em;background:{}"
+_ROW = "display:flex;flex-wrap:wrap;gap:0 1em"
+_MARK = f"position:absolute;top:-.25em;bottom:-.25em;width:2px;background:{_BUDGET};left:{{}}"
+
+
+class Part(NamedTuple):
+    """A named part of a memory bar."""
+
+    name: str
+    nbytes: int
+
+
+def parts_of(account: Mapping[str, int]) -> list[Part]:
+    """Return the terms of a plan's account that hold anything, in words."""
+    return [
+        Part(ACCOUNT_TERMS.get(name, name.replace("_", " ")), nbytes)
+        for name, nbytes in account.items()
+        if nbytes > 0 and name != _SUM
+    ]
+
+
+def memory_bar(parts: Sequence[Part], budget_bytes: int | None = None) -> Markup:
+    """Return parts side by side on one scale, the budget as a line, and all of them in words."""
+    total = sum(part.nbytes for part in parts)
+    whole = max(total, budget_bytes or 0, 1)
+    colours = [_COLOURS[index % len(_COLOURS)] for index in range(len(parts))]
+    pieces = [
+        element("span", style=f"width:{100 * part.nbytes / whole:.3f}%;background:{colour}")
+        for part, colour in zip(parts, colours, strict=True)
+    ]
+    names = [f"{part.name} {format_bytes(part.nbytes)}" for part in parts]
+    entries = list(zip(names, colours, strict=True))
+    if budget_bytes:
+        at = f"calc({100 * budget_bytes / whole:.3f}% - 2px)"
+        pieces.append(element("span", style=_MARK.format(at)))
+        entries.append((f"budget {format_bytes(budget_bytes)}", _BUDGET))
+    bar = element(
+        "div", *pieces, style=_BAR, role="img", aria_label="; ".join(e[0] for e in entries)
+    )
+    return joined(bar, element("div", *(_entry(*each) for each in entries), style=_LEGEND))
+
+
+def _entry(text: str, colour: str) -> Markup:
+    swatch = element("span", style=_SWATCH.format(colour))
+    return element("span", swatch, text)
+
+
+def facts(known: Mapping[str, object]) -> Markup:
+    """Return names with values, those of None left out."""
+    rows = [
+        element(
+            "div",
+            element("span", name, style="min-width:11em;opacity:.75"),
+            element("span", str(value), style="flex:1;min-width:14em"),
+            style=_ROW,
+        )
+        for name, value in known.items()
+        if value is not None
+    ]
+    return joined(*rows)
+
+
+def folded(summary: str, lines: Sequence[str]) -> Markup:
+    """Return lines that open on a click; nothing where there are none."""
+    if not lines:
+        return joined()
+    items = element("ul", *(element("li", line) for line in lines), style="margin:.3em 0")
+    return element("details", element("summary", summary), items)
+
+
+def card(title: str, *parts: Markup) -> str:
+    """Return the whole of what a notebook shows for one object."""
+    return element("div", element("strong", title), *parts, style=_CARD)
+
+
+def optional_bytes(count: int | None) -> str | None:
+    """Return a size in words; None stays None."""
+    return None if count is None else format_bytes(count)
+
+
+@contextmanager
+def progress_shown() -> Iterator[Callable[[str], None]]:
+    """Show in a notebook's cell what goes on, one line in place of another; elsewhere nothing."""
+    display = _display_of_kernel()
+    if display is None:
+        yield lambda _: None
+        return
+    handle = display({"text/plain": "DAF begins to measure"}, raw=True, display_id=True)
+
+    def say(text: str) -> None:
+        handle.update({"text/plain": text}, raw=True)
+
+    yield lambda what: say(f"DAF measures {what}")
+    say("DAF has measured")
+
+
+def _display_of_kernel() -> Callable[..., Any] | None:
+    """Return IPython's ``display`` where cells run; None on a terminal and in scripts."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return ipython.display.display if ipython and hasattr(shell, "kernel") else None
