@@ -82,8 +82,13 @@ def measure(
 
 
 def rows_beside(out: Path | None) -> Path | None:
-    """Where the rows of a long measurement are kept."""
-    return out.with_suffix(".jsonl") if out is not None else None
+    """Where the rows of a long measurement are kept: ``RESULT.jsonl`` beside ``RESULT.json``."""
+    if out is None:
+        return None
+    rows = out.with_suffix(".jsonl")
+    if rows == out:
+        raise typer.BadParameter(f"asked for {out}, where the rows go; name it {out.stem}.json")
+    return rows
 
 
 def keep(result: BenchResult, out: Path | None) -> None:

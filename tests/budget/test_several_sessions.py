@@ -378,8 +378,12 @@ def test_a_budget_of_the_tree_leaves_to_children_what_they_take() -> None:
 
 def test_what_is_swapped_out_counts_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with session_for("8GB") as session:
-        before = session.held_bytes()
-        monkeypatch.setattr(process_memory, "swapped_bytes", lambda: 123 * MB)
+        before, own = session.held_bytes(), process_memory._own_bytes
+
+        def swapped(*fields: str) -> int:
+            return own(*fields) + 123 * MB * fields.count("VmSwap")
+
+        monkeypatch.setattr(process_memory, "_own_bytes", swapped)
         assert session.held_bytes() - before == pytest.approx(123 * MB, abs=20 * MB)
         report = session.step(rows(64), cross_entropy)
         assert report.swapped_bytes == 123 * MB

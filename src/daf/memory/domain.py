@@ -15,6 +15,7 @@ from daf.memory.device_memory import DeviceMemory
 from daf.memory.keeper import GiveBack, Keeper
 from daf.memory.process_limit import MemoryKeeper
 from daf.memory.statistics import stats
+from daf.torch_compat.modules import parameters_of
 
 
 class MemoryDomain(Protocol):
@@ -73,7 +74,7 @@ class ProcessMemory(MemoryDomain):
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first parameter; the CPU if it has none."""
-    return next((each.device for each in model.parameters()), torch.device("cpu"))
+    return next((each.device for each in parameters_of(model)), torch.device("cpu"))
 
 
 def memory_of(model: nn.Module) -> MemoryDomain:

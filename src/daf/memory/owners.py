@@ -83,6 +83,8 @@ class Owners:
             PlatformError: it redirects allocations, which this system cannot do.
         """
         with account_lock:
+            if claim in self._claims and (native.is_installed() or not claim.redirects):
+                return
             self._claims[claim] = None
             try:
                 self.settle()

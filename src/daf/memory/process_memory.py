@@ -20,14 +20,16 @@ import torch
 
 CPU = torch.device("cpu")
 _STATUS = Path("/proc/self/status")
+_HAS_STATUS = _STATUS.exists()
 _CLEAR_REFERENCES = Path("/proc/self/clear_refs")
 _MOST_READ = 1 << 14
-_RESET_PEAK_COMMAND = "5"  # proc(5): reset the peak resident set size
+_RESET_PEAK_COMMAND = b"5"  # proc(5): reset the peak resident set size
 
 
-def field_bytes(path: Path, field: str) -> int:
-    """Return a field of a file of ``/proc`` that counts KiB; raises OSError if it has none."""
-    return _field_bytes(path.read_bytes(), field, path)
+def field_bytes(path: Path, *fields: str) -> int:
+    """Return the sum of fields of a file of ``/proc`` that counts KiB; OSError if one lacks."""
+    content = path.read_bytes()
+    return sum(_field_bytes(content, field, path) for field in fields)
 
 
 def _field_bytes(content: bytes, field: str, path: Path) -> int:
@@ -37,24 +39,24 @@ def _field_bytes(content: bytes, field: str, path: Path) -> int:
     return int(found.split(None, 1)[0]) * 1024
 
 
-@lru_cache(maxsize=1)
-def _open_status(_process: int) -> int:
-    """Return a descriptor of this process's own status: to open it costs five times a reading."""
-    return os.open(_STATUS, os.O_RDONLY)
+@lru_cache(maxsize=2)
+def _opened(path: Path, flags: int, _process: int) -> int:
+    """Return a descriptor of a file of this process: to open it costs five times a reading."""
+    return os.open(path, flags)
 
 
-def _own_bytes(field: str) -> int:
+def _own_bytes(*fields: str) -> int:
     try:
-        content = os.pread(_open_status(os.getpid()), _MOST_READ, 0)
-        return _field_bytes(content, field, _STATUS)
+        content = os.pread(_opened(_STATUS, os.O_RDONLY, os.getpid()), _MOST_READ, 0)
+        return sum(_field_bytes(content, field, _STATUS) for field in fields)
     except OSError:  # somebody closed all descriptors, or there is no such field
-        _open_status.cache_clear()
-        return field_bytes(_STATUS, field)
+        _opened.cache_clear()
+        return field_bytes(_STATUS, *fields)
 
 
 def resident_bytes() -> int:
     """Return this process's resident bytes."""
-    if _STATUS.exists():
+    if _HAS_STATUS:
         return _own_bytes("VmRSS")
     return int(psutil.Process().memory_info().rss)
 
@@ -69,12 +71,12 @@ def swapped_bytes() -> int:
 
 def taken_bytes() -> int:
     """Return the resident and the swapped bytes: what a budget bounds."""
-    return resident_bytes() + swapped_bytes()
+    return _with_swapped("VmRSS") if _HAS_STATUS else resident_bytes()
 
 
 def peak_is_exact() -> bool:
     """True if the operating system keeps a high-water mark that can be reset."""
-    return _STATUS.exists() and _CLEAR_REFERENCES.exists()
+    return _HAS_STATUS and _CLEAR_REFERENCES.exists()
 
 
 def peak_bytes() -> int:
@@ -82,18 +84,33 @@ def peak_bytes() -> int:
 
     What is swapped out now is added: it was part of no resident peak for certain.
     """
-    if not _STATUS.exists():
+    if not _HAS_STATUS:
         return resident_bytes()
-    return _own_bytes("VmHWM") + swapped_bytes()
+    return _with_swapped("VmHWM")
+
+
+def _with_swapped(field: str) -> int:
+    try:
+        return _own_bytes(field, "VmSwap")
+    except OSError:  # the system does not report what it swaps
+        return _own_bytes(field)
 
 
 def reset_peak() -> bool:
     """Start a new high-water mark; False where the system does not permit that."""
     try:
-        _CLEAR_REFERENCES.write_text(_RESET_PEAK_COMMAND)
+        return _reset_peak()
+    except OSError:  # somebody closed all descriptors, or it is not permitted
+        _opened.cache_clear()
+    try:
+        return _reset_peak()
     except OSError:
         return False
-    return True
+
+
+def _reset_peak() -> bool:
+    file = _opened(_CLEAR_REFERENCES, os.O_WRONLY, os.getpid())
+    return os.pwrite(file, _RESET_PEAK_COMMAND, 0) == len(_RESET_PEAK_COMMAND)
 
 
 def warm_up(device: torch.device = CPU) -> None:

@@ -11,6 +11,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from functools import lru_cache, partial
+from itertools import chain
 from logging import Logger
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.recompute.random_state import OwnGenerator
+from daf.torch_compat.modules import modules_of
 
 _MISSING, _IGNORED = object(), object()
 # PyTorch's own entries, and those that whoever replaces a forward sets.
@@ -89,7 +91,7 @@ class PythonState:
         self._seen: set[int] = set()
         self._holds_tensors = holds_tensors
         self._most_entries = most_entries
-        for part in module.modules():
+        for part in modules_of(module):
             space = vars(part)
             self._spaces.append((space, self._held(space)))
             if not _is_of_torch(type(part)):
@@ -102,7 +104,10 @@ class PythonState:
     def _held(self, space: dict[str, Any]) -> dict[str, Any]:
         if self._holds_tensors:
             return dict(space)
-        return {name: _IGNORED if _has_graph(value) else value for name, value in space.items()}
+        return {
+            name: _IGNORED if isinstance(value, Tensor) and value.grad_fn is not None else value
+            for name, value in space.items()
+        }
 
     def _look(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
@@ -182,10 +187,10 @@ def named_elsewhere(module: nn.Module, function: Any = None) -> Iterator[Any]:
     methods they are.
     """
     found = {id(value): value for value in _reached_by(function)}
-    for kind in {type(part) for part in module.modules()}:
+    for kind in {type(part) for part in modules_of(module)}:
         for space, name in _globals_named(kind):  # type: ignore[arg-type]
             found[id(space.get(name))] = space.get(name)
-    for part in module.modules():
+    for part in modules_of(module):
         space = vars(part)
         own = [space.get("forward")] if _is_of_torch(type(part)) else space.values()
         functions: list[Any] = [each for each in own if isinstance(each, (FunctionType, partial))]
@@ -213,7 +218,7 @@ def state_elsewhere(
 ) -> PythonState:
     """Return the state of what a module and a function name outside of it."""
     objects = list(named_elsewhere(module, function))
-    own = set(module.modules())
+    own = set(modules_of(module))
     others = (e for e in objects if isinstance(e, nn.Module) and e not in own)
     return PythonState(
         nn.ModuleList(others),
@@ -234,12 +239,11 @@ def _globals_named(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
     return tuple((each.__globals__, name) for each in functions for name in _names(each.__code__))
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that code, and functions made in it, look up."""
-    yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _names(each)
+@lru_cache(maxsize=1024)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Return the names that code, and functions made in it, look up."""
+    inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
+    return code.co_names + tuple(chain.from_iterable(inner))
 
 
 def _is_of_torch(kind: type) -> bool:

@@ -33,6 +33,7 @@ class StepCounters(Resumable):
         self.saved_bytes_peak = 0
         self.evicted_bytes = 0
         self._peak_bytes = 0
+        self.step_held_bytes = 0  # for backward, at the last step's peak
 
     @property
     def peak_bytes(self) -> int:
@@ -42,11 +43,6 @@ class StepCounters(Resumable):
     @peak_bytes.setter
     def peak_bytes(self, value: int) -> None:
         self._peak_bytes = value
-
-    @property
-    def step_held_bytes(self) -> int:
-        """Bytes held for backward at the last step's peak."""
-        return self._capture.stats.held_peak_bytes
 
     def begin_peak(self) -> None:
         """Reset the memory's peak, so that it becomes one step's own."""
@@ -63,6 +59,7 @@ class StepCounters(Resumable):
         """Count one step of ``micro_batches`` micro-batches."""
         self.step_index += 1
         stats = self._capture.stats
+        self.step_held_bytes = stats.held_peak_bytes
         plain = int(stats.plain_peak_bytes * max(1.0, micro_batches))
         self.saved_bytes_plain = max(self.saved_bytes_plain, plain)
         self.evicted_bytes += stats.evicted_bytes
@@ -75,13 +72,14 @@ class StepCounters(Resumable):
 
     def report(self, loss: float, step_ms: float, plan: Plan, peak_bytes: int) -> StepReport:
         """Return the report of the last step, without the budget's fields."""
+        stats = self._capture.stats
         return StepReport(
             loss,
             step_ms,
             peak_bytes,
-            self.step_held_bytes,
+            stats.held_peak_bytes,
             plan.micro_batch,
-            self._capture.stats.evicted_bytes,
+            stats.evicted_bytes,
             self._release.count.released,
             swapped_bytes=self.memory.swapped_bytes(),
         )

@@ -201,6 +201,7 @@ class Session(SessionReadings):
             try:
                 yield
             except BudgetError as error:
+                self._keeper.restore_bound()
                 found = out_of_memory(error, self._keeper.memory_name)
                 if self._budget_controller.is_anothers:
                     found.add_note(
@@ -208,8 +209,9 @@ class Session(SessionReadings):
                         "close it, or raise its budget too"
                     )
                 raise found from error.__cause__
-            finally:
+            except BaseException:
                 self._keeper.restore_bound()
+                raise
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
@@ -270,14 +272,14 @@ class Session(SessionReadings):
         self._plan_controller.selector.settle_on(value)
 
     def prepare(
-        self, batch: Any, loss_fn: LossFunction, on_progress: Callable[[str], None] = lambda _: None
+        self, batch: Any, loss_fn: LossFunction, on_progress: Callable[[str], None] | None = None
     ) -> Plan:
         """Profile on this batch and plan; model, gradients and random states stay unchanged.
 
         Args:
             batch: as ``step`` takes it.
             loss_fn: as ``step`` takes it.
-            on_progress: called with what is about to be measured.
+            on_progress: called with what is about to be measured. None: a notebook shows it.
 
         Raises:
             BudgetError: no plan fits; ``least_bytes`` is the least budget that would.

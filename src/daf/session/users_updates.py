@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from daf.session.step_runner import StepRunner
+from daf.torch_compat.modules import parameters_of
 
 
 class UsersUpdates:
@@ -67,5 +68,5 @@ class UsersUpdates:
         """True for an update that the session does not make itself, of the model's parameters."""
         if self._runner.is_updating:
             return False
-        own = {id(each) for each in self._model.parameters()}
+        own = {id(each) for each in parameters_of(self._model)}
         return any(id(each) in own for group in optimizer.param_groups for each in group["params"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from daf.capture.capture import Capture
 from daf.capture.compiled_calls import apart
+from daf.capture.known_passes import KnownPasses
 from daf.core.errors import NonFiniteLossError, OtherPathError
 from daf.core.plan import Plan
-from daf.core.policy import Policy, plain_policy
+from daf.core.policy import Policy
 from daf.kernels.devices import is_processor
 from daf.memory.domain import device_of
 from daf.memory.keeper import Keeper
@@ -30,8 +31,7 @@ from daf.step.splitting import SplitChoice
 from daf.step.state_snapshot import StepSnapshot
 from daf.step.user_gradients import parameters_elsewhere
 from daf.torch_compat.compiled_modules import CompiledModules
-
-COUNTED_EVERY = 16  # steps, where a plan keeps all that PyTorch saves
+from daf.torch_compat.compiler_stance import eagerly
 
 
 class _Losses:
@@ -108,7 +108,7 @@ class GradientStep:
         self._keeper = keeper
         self._on_commit: Callable[[], None] = lambda: None
         self._knows_fusions = False
-        self._counted: tuple[Hashable, ...] | None = None  # a pass whose saved bytes are known
+        self._known_passes = KnownPasses(capture)
         self.is_dry_run = False
         self.adds_to_users = False  # gradients that the user accumulated wait for this step's
 
@@ -132,6 +132,18 @@ class GradientStep:
             ReleaseRefusedError: gradients must be released, and something needs them later.
             CommittedStepError: backward failed after parameters had been updated.
         """
+        with eagerly():  # once for all passes
+            return self._run(context, plan, snapshot, planned=planned, needed_bytes=needed_bytes)
+
+    def _run(
+        self,
+        context: StepContext,
+        plan: Plan,
+        snapshot: StepSnapshot,
+        *,
+        planned: bool,
+        needed_bytes: int,
+    ) -> float:
         if not self.is_dry_run:
             self._on_commit = partial(self._keeper.commit, needed_bytes)
         parts = context.parts(plan.micro_batch)
@@ -233,13 +245,11 @@ class GradientStep:
     def _capturing(
         self, context: StepContext, policy: Policy, part: Any, micro_index: int, *, is_whole: bool
     ) -> AbstractContextManager[object]:
-        """Capture a forward pass, unless all is kept and counted: that alone takes 0.3 ms."""
+        """Capture a forward pass, unless what it saves is known."""
         compiled = CompiledModules(self._model)
-        what = policy, context.kind, context.info.nbytes
-        is_counted = self._counted == what and context.index % COUNTED_EVERY != 0
-        keeps_all = policy == plain_policy() and not (compiled.attributes or self._capture.host)
-        self._counted = what if is_whole and keeps_all else None
-        if is_counted and self._counted and not self.release.is_active:
+        what = (context.kind, context.info.nbytes) if is_whole else None
+        is_known = self._known_passes.begin(policy, compiled, context.index, what)
+        if is_known and not self.release.is_active:
             return apart(compiled)
         return self._capture.step(policy, context.seed, context.index, micro_index, batch=part)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from daf.memory.domain import device_of
 from daf.recompute.python_state import PythonState, state_elsewhere
 from daf.recompute.random_state import Generators
 from daf.step.parameter_writes import ParameterWrites
+from daf.torch_compat.modules import modules_of, parameters_of
 
 
 class StateSnapshot:
@@ -81,7 +83,7 @@ class StateSnapshot:
 
 
 def _hooks_of(model: nn.Module) -> Iterator[dict[int, Any]]:
-    for part in model.modules():
+    for part in modules_of(model):
         yield part._forward_pre_hooks
         yield part._forward_hooks
 
@@ -114,6 +116,24 @@ def preserved_state(
             parameter.grad = gradient
 
 
+class _Nodes(threading.local):
+    """A node for each device, older than all graphs of this thread's steps: nodes are numbered."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, Tensor] = {}
+
+
+_nodes = _Nodes()
+
+
+def _oldest_node(device: torch.device) -> Tensor:
+    if device not in _nodes.of:
+        gpu = device if device.type == "cuda" else None  # its passes go through a queue of its own
+        with torch.enable_grad():
+            _nodes.of[device] = torch.zeros((), requires_grad=True, device=gpu) * 1.0
+    return _nodes.of[device]
+
+
 def _place(parameter: Tensor) -> tuple[int, int]:
     return parameter._version, parameter.data_ptr()
 
@@ -123,12 +143,9 @@ class StepSnapshot(StateSnapshot):
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         super().__init__(model, loss_fn, holds_tensors=False)
-        plain = (e for e in model.parameters() if type(e) is nn.Parameter and not is_lazy(e))
+        plain = (e for e in parameters_of(model) if type(e) is nn.Parameter and not is_lazy(e))
         self._places = [(e, _place(e)) for e in plain if e.layout is torch.strided]
-        device = device_of(model)
-        gpu = device if device.type == "cuda" else None  # its passes go through a queue of its own
-        with torch.enable_grad():
-            self._oldest = torch.zeros((), requires_grad=True, device=gpu) * 1.0
+        self._oldest = _oldest_node(device_of(model))
 
     def check_parameters(self) -> None:
         """Check that a failed step may run again.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from daf.core.errors import AccumulatedGradientError
 from daf.recompute.python_state import named_elsewhere
+from daf.torch_compat.modules import parameters_of
 
 
 class UserGradients:
@@ -83,7 +84,7 @@ class UserGradients:
 
     def _with_gradients(self) -> list[tuple[Tensor, Tensor]]:
         groups = self._optimizer.param_groups
-        every = chain(self._model.parameters(), *(group["params"] for group in groups))
+        every = chain(parameters_of(self._model), *(group["params"] for group in groups))
         distinct = {id(each): each for each in every}
         return [(each, each.grad) for each in distinct.values() if each.grad is not None]
 
@@ -106,7 +107,7 @@ class UserGradients:
 
 def parameters_elsewhere(model: nn.Module, loss_fn: Any) -> list[nn.Parameter]:
     """Return the parameters of modules beside a model that it, or its loss function, names."""
-    own = {id(each) for each in model.parameters()}
+    own = {id(each) for each in parameters_of(model)}
     modules = (each for each in named_elsewhere(model, loss_fn) if isinstance(each, nn.Module))
-    found = {id(each): each for module in modules for each in module.parameters()}
+    found = {id(each): each for module in modules for each in parameters_of(module)}
     return [each for key, each in found.items() if key not in own]

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from daf.torch_compat.modules import modules_of
+
 _CALL = "_compiled_call_impl"  # of ``module.compile()``; PyTorch's own name
 
 
@@ -44,7 +46,7 @@ class CompiledModules:
         return module not in self._inside and self.attributes.keys().isdisjoint(module.modules())
 
     def _find(self, optimized: type) -> None:
-        for module in self.model.modules():
+        for module in modules_of(self.model):
             is_wrapper = isinstance(module, optimized)
             if module in self._inside or not (is_wrapper or module.__dict__.get(_CALL)):
                 continue

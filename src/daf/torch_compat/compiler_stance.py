@@ -35,7 +35,8 @@ def eagerly() -> Iterator[None]:
     finally:
         with _lock:
             _inside -= 1
-            _apply()
+            if _inside == 0:
+                _apply()
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""Modules: base classes that have no public name, and calls of modules from anybody's loop."""
+"""Modules: base classes without a public name, fast walks, and calls from anybody's loop."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -13,12 +14,43 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from daf.core.replaced import Replaced
 from daf.torch_compat.autograd_graph import NO_TASK, graph_task
 
-__all__ = ["AnyBatchNorm", "Around", "around_calls"]
+__all__ = ["AnyBatchNorm", "Around", "around_calls", "modules_of", "parameters_of"]
+
+_WALKS = ("modules", "named_modules", "parameters", "named_parameters", "_named_members")
 
 # Given a module, its arguments and keywords; None leaves the call alone.
 Around = Callable[
     [nn.Module, tuple[Any, ...], dict[str, Any]], AbstractContextManager[object] | None
 ]
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return what ``model.modules()`` yields, some times as fast."""
+    found: dict[nn.Module, None] = {}
+    to_visit = [model]
+    while to_visit:
+        part = to_visit.pop()
+        if part not in found:
+            if not _is_usual(type(part)):  # type: ignore[arg-type]
+                return [*model.modules()]
+            found[part] = None
+            to_visit += [each for each in reversed(part._modules.values()) if each is not None]
+    return [*found]
+
+
+def parameters_of(model: nn.Module) -> list[nn.Parameter]:
+    """Return what ``model.parameters()`` yields, some times as fast."""
+    if not _is_usual(type(model)):  # type: ignore[arg-type]
+        return [*model.parameters()]
+    parts = [part._parameters for part in modules_of(model)]
+    own = (each for part in parts if part for each in part.values() if each is not None)
+    return [*{id(each): each for each in own}.values()]
+
+
+@lru_cache(maxsize=4096)
+def _is_usual(kind: type) -> bool:
+    """True if no class between this and ``nn.Module`` says itself what its parts are."""
+    return all(getattr(kind, name) is getattr(nn.Module, name) for name in _WALKS)
 
 
 class _Thread(threading.local):

@@ -9,7 +9,8 @@ With a budget, only the forward pass is handed over; the loop keeps its loss, ba
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self, overload
 
 import torch
@@ -17,6 +18,8 @@ from torch import nn
 
 from daf.budget.request import Budget, parse_budget
 from daf.capture import compress as codes
+from daf.core.markup import Markup
+from daf.core.notebook import card
 from daf.core.plan import Plan
 from daf.core.reports import SiteReport
 from daf.session.arguments import asked_memory, checked_tolerance
@@ -47,7 +50,8 @@ class BudgetedForward:
         asked_memory(model, budget)
         self.number = 0  # among a script's models
         self._runner: ForwardRunner | None = None
-        self._open: list[AbstractContextManager[None]] = []
+        self._entered = 0
+        self._listening: ExitStack | None = None
         vars(model)[_OF_MODEL] = self
 
     @staticmethod
@@ -56,13 +60,14 @@ class BudgetedForward:
         return vars(model).get(_OF_MODEL)
 
     def __enter__(self) -> Self:
-        opened = around_calls(self._around)
-        opened.__enter__()
-        self._open.append(opened)
+        if self._listening is None:
+            self._listening = _listen(weakref.ref(self))
+            weakref.finalize(self, self._listening.close).atexit = False
+        self._entered += 1
         return self
 
-    def __exit__(self, *exception: Any) -> bool | None:
-        return self._open.pop().__exit__(*exception)
+    def __exit__(self, *exception: object) -> None:
+        self._entered -= 1
 
     def __deepcopy__(self, _memo: Any) -> None:
         """A copy of the model (an average of its weights, say) trains under nothing."""
@@ -79,11 +84,6 @@ class BudgetedForward:
         if self._runner is None:
             self._runner = ForwardRunner(self.model, self._budget, self._tolerance, self._seed)
         return self._runner.running(arguments, keywords)
-
-    def _around(
-        self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> AbstractContextManager[None] | None:
-        return self.running(arguments, keywords) if module is self.model else None
 
     @property
     def budget(self) -> Budget:
@@ -127,11 +127,38 @@ class BudgetedForward:
             "unplanned_because": runner.unplanned_because,
         }
 
+    def _repr_html_(self) -> str:
+        if self._runner is not None:
+            return self._runner._repr_html_()
+        return card(f"{type(self.model).__name__} within {self._budget}", Markup("Not called yet."))
+
     def close(self) -> None:
         """Lift the limit, and forget the model."""
         vars(self.model).pop(_OF_MODEL, None)
+        if self._listening is not None:
+            self._listening.close()
         if self._runner is not None:
             self._runner.close()
+
+
+def _listen(own: weakref.ref[BudgetedForward]) -> ExitStack:
+    """Run the calls of one's model inside ``with`` by ``running``, until the stack is closed.
+
+    It is closed with its owner and not at the end of each ``with``: to replace ``nn.Module``'s call
+    takes as long as a small model's pass, since Python forgets the methods of all its subclasses.
+    """
+
+    def around(
+        module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> AbstractContextManager[None] | None:
+        budgeted = own()
+        if budgeted is None or module is not budgeted.model or not budgeted._entered:
+            return None
+        return budgeted.running(arguments, keywords)
+
+    listening = ExitStack()
+    listening.enter_context(around_calls(around))
+    return listening
 
 
 @overload

@@ -11,15 +11,18 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from daf.budget.request import Budget
+from daf.capture.compiled_calls import apart
+from daf.capture.known_passes import KnownPasses
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
+from daf.core.policy import Policy
 from daf.memory.owners import owners
 from daf.profiling.model_memory import parameter_bytes
 from daf.session.arguments import asked_memory
@@ -29,6 +32,7 @@ from daf.session.readings import SessionReadings
 from daf.step.context import BatchInfo, StepContext
 from daf.step.splitting import Splitting
 from daf.torch_compat.autograd_graph import backward_errors
+from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.function_modes import modes_restored
 from daf.torch_compat.out_of_memory import out_of_memory
 from daf.torch_compat.pytree import tensors_in_batch
@@ -68,6 +72,7 @@ class ForwardRunner(SessionReadings):
         self._version = -1
         self._updates_seen = self._calls_seen = 0
         self._refusals = 0
+        self._known_passes = KnownPasses(self._capture)
         own = weakref.ref(self)
 
         def refused(error: Exception) -> None:
@@ -115,15 +120,23 @@ class ForwardRunner(SessionReadings):
             if plan is None:
                 yield
                 return
-            index, own = self._runner.counters.step_index, tensors_in_batch((arguments, keywords))
-            external = [each for each in own if each.grad_fn is None]
-            with self._capture.step(plan.policy, self._seed, index, batch=external):
+            with self._capturing(plan.policy, (arguments, keywords)):
                 yield
             self._runner.counters.note_step(1.0)
             self._runner.counters.note_held(self._plan_controller.selector.autotuner)
         except Exception as error:
             self.raise_refusal(error)
             raise
+
+    def _capturing(self, policy: Policy, inputs: Any) -> AbstractContextManager[object]:
+        """Capture a call with these inputs, unless what it saves is known."""
+        index, compiled = self._runner.counters.step_index, CompiledModules(self.model)
+        tensors = list(tensors_in_batch(inputs))
+        kind = tuple((each.shape, each.dtype, each.requires_grad) for each in tensors)
+        if self._known_passes.begin(policy, compiled, index, (self.model.training, kind)):
+            return apart(compiled)
+        external = [each for each in tensors if each.grad_fn is None]
+        return self._capture.step(policy, self._seed, index, batch=external)
 
     def raise_refusal(self, error: Exception) -> None:
         """Raise BudgetError if an error comes from memory refused since the last call began."""
