@@ -14,7 +14,7 @@ from daf.core.errors import PlatformError
 from daf.files.records import GrowingFile, write_json, write_lines
 from daf.report.picture import draw_memory, draw_memory_elsewhere
 from daf.report.run_charts import levels_of
-from daf.report.runs import Memory, Run, read_memory
+from daf.report.runs import Memory, Run, read_run
 from daf.report.scale import spread
 
 SUMMARY = {
@@ -74,7 +74,7 @@ def test_a_budget_that_moved_is_drawn_as_steps(run: Path) -> None:
     with GrowingFile(run / "memory.jsonl") as log:
         for seconds, budget in ((-0.5, 600), (1.0, 250), (3.5, 600)):
             log.append([{"seconds": seconds, "budget_bytes": budget * 10**6}])
-    assert read_memory(run / "memory.jsonl").budgets == [(0.0, 600), (1.0, 250), (3.5, 600)]
+    assert read_run(run).memory.budgets == [(0.0, 600), (1.0, 250), (3.5, 600)]
     assert draw_memory_elsewhere(run) == ""
     # In the lower half of the picture there is red only while the budget was low.
     assert level == 0
@@ -97,7 +97,7 @@ def test_labels_never_overlap_and_move_only_where_they_must() -> None:
 
 
 def test_samples_and_marks_come_in_order(run: Path) -> None:
-    memory = read_memory(run / "memory.jsonl")
+    memory = read_run(run).memory
     assert memory.megabytes[10] == 350
     assert [label for _, label in memory.marks] == ["profile", "train", "evaluate"]
 

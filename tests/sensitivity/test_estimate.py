@@ -16,7 +16,7 @@ from daf.capture.capture import Capture
 from daf.core.code_errors import relative_error
 from daf.core.errors import DataError, NonFiniteLossError
 from daf.core.policy import Method, Need, Policy, Site, Treatment, coded_policy, policy_for
-from daf.sensitivity.estimate import PRIOR_ONLY, Effort, measure_sensitivity
+from daf.sensitivity.estimate import Effort, measure_sensitivity
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
 
 pytestmark = pytest.mark.usefixtures("code_everything")
@@ -133,7 +133,9 @@ def test_a_linear_input_needs_no_regression() -> None:
 
 def test_the_prior_costs_one_pass_and_says_so() -> None:
     model, batch = mixed_network(), mixed_batch()
-    found = measure_sensitivity(model, cross_entropy, batch, POLICY, effort=PRIOR_ONLY)
+    found = measure_sensitivity(
+        model, cross_entropy, batch, POLICY, effort=Effort(local=0, others=0, micro_batches=0)
+    )
     assert found.passes == 1
     assert found.batch_variance is None
     for each in found.sites.values():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from daf.capture.capture import Capture
 from daf.core.policy import KEEP, Policy, Site, coded_policy, exact_policy
 from daf.profiling.optimizer_probe import divides_by_gradients
-from daf.sensitivity.estimate import PRIOR_ONLY, Effort, measure_sensitivity
+from daf.sensitivity.estimate import Effort, measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 from daf.sensitivity.step_metric import relative_counts
 
@@ -219,7 +219,9 @@ def test_bits_go_where_such_steps_need_them() -> None:
 
 
 def _elements(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[Site, int]:
-    found = measure_sensitivity(model, squares, batch, POLICY, effort=PRIOR_ONLY)
+    found = measure_sensitivity(
+        model, squares, batch, POLICY, effort=Effort(local=0, others=0, micro_batches=0)
+    )
     width = {"first.0": 64, "second.0": 64}
     return {site: len(batch[0]) * width.get(site.module, 48) for site in found.sites}
 
@@ -376,7 +378,14 @@ def test_such_numbers_are_not_taken_for_variances_of_a_mean() -> None:
 
 def test_without_pieces_the_coded_gradient_is_the_measure() -> None:
     model, batch = branches()
-    found = measure_sensitivity(model, squares, batch, POLICY, relative=True, effort=PRIOR_ONLY)
+    found = measure_sensitivity(
+        model,
+        squares,
+        batch,
+        POLICY,
+        relative=True,
+        effort=Effort(local=0, others=0, micro_batches=0),
+    )
     assert found.relative
     assert found.batch_variance is None
     assert found.gradient_energy > 0.9 * sum(p.numel() for p in model.parameters())

@@ -250,7 +250,7 @@ def test_an_update_without_room_changes_nothing_and_the_bound_stays() -> None:
     with Session(model, optimizer, budget, tolerance=0) as session:
         session.backward(batch, lambda m, b: m(b).square().mean())
         assert isinstance(session._keeper, MemoryKeeper)
-        limit = session._keeper.hard_limit_bytes
+        limit = session._keeper._claim.limit_bytes
         assert limit is not None
         held = torch.ones(limit - native.take_watermark()[1] - 20_000_000, dtype=torch.uint8)
         with pytest.raises(BudgetError, match="least") as raised:
@@ -274,7 +274,7 @@ def test_the_state_of_another_optimizer_takes_room_too() -> None:
     with Session(model, own, budget, tolerance=0) as session:
         session.backward(torch.randn(64, 4096), lambda m, b: m(b).square().mean())
         assert isinstance(session._keeper, MemoryKeeper)
-        limit = session._keeper.hard_limit_bytes
+        limit = session._keeper._claim.limit_bytes
         assert limit is not None
         held = torch.ones(limit - native.take_watermark()[1] - 50_000_000, dtype=torch.uint8)
         with pytest.raises(BudgetError):

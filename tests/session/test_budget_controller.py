@@ -124,7 +124,7 @@ def test_a_budget_lowered_from_another_thread_in_mid_step_takes_planes_at_once()
             session.budget = budget_for_account(live - 4 * MB)
             seen["pool after"] = pool_of(session).live_bytes
             seen["account"] = stats()["held_bytes.current"]
-            seen["limit"] = session._keeper.hard_limit_bytes
+            seen["limit"] = session._keeper._claim.limit_bytes
 
         halve = Meanwhile(squeeze)
         report = session.step(batch, halve)
@@ -441,5 +441,5 @@ def test_threads_that_ask_while_it_trains_never_leave_a_wrong_limit() -> None:
         assert all(map(math.isfinite, losses))
         assert session.budget_history[-1].budget_bytes == session.budget_bytes
         session.step(batch, cross_entropy)
-        assert session._keeper.hard_limit_bytes < session.budget_bytes
-        assert stats()["held_bytes.current"] <= session._keeper.hard_limit_bytes
+        assert session._keeper._claim.limit_bytes < session.budget_bytes
+        assert stats()["held_bytes.current"] <= session._keeper._claim.limit_bytes

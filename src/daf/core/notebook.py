@@ -31,7 +31,11 @@ _BAR = "position:relative;display:flex;height:1.1em;margin:.5em 0;background:#88
 _LEGEND = "display:flex;flex-wrap:wrap;gap:.1em 1.2em;margin:.2em 0 .5em;font-size:.9em"
 _SWATCH = "display:inline-block;width:.8em;height:.8em;margin-right:.4em;background:{}"
 _ROW = "display:flex;flex-wrap:wrap;gap:0 1em"
+_NAME, _VALUE = "min-width:11em;opacity:.75", "flex:1;min-width:14em"
 _MARK = f"position:absolute;top:-.25em;bottom:-.25em;width:2px;background:{_BUDGET};left:{{}}"
+
+
+Say = Callable[[str], None]
 
 
 class Part(NamedTuple):
@@ -59,36 +63,27 @@ def memory_bar(parts: Sequence[Part], budget_bytes: int | None = None) -> Markup
         element("span", style=f"width:{100 * part.nbytes / whole:.3f}%;background:{colour}")
         for part, colour in zip(parts, colours, strict=True)
     ]
-    names = [f"{part.name} {format_bytes(part.nbytes)}" for part in parts]
-    entries = list(zip(names, colours, strict=True))
+    named = [*parts]
     if budget_bytes:
         at = f"calc({100 * budget_bytes / whole:.3f}% - 2px)"
         pieces.append(element("span", style=_MARK.format(at)))
-        entries.append((f"budget {format_bytes(budget_bytes)}", _BUDGET))
-    bar = element(
-        "div", *pieces, style=_BAR, role="img", aria_label="; ".join(e[0] for e in entries)
-    )
-    return joined(bar, element("div", *(_entry(*each) for each in entries), style=_LEGEND))
-
-
-def _entry(text: str, colour: str) -> Markup:
-    swatch = element("span", style=_SWATCH.format(colour))
-    return element("span", swatch, text)
+        named.append(Part("budget", budget_bytes))
+        colours.append(_BUDGET)
+    texts = [f"{part.name} {format_bytes(part.nbytes)}" for part in named]
+    swatches = [element("span", style=_SWATCH.format(colour)) for colour in colours]
+    legend = [element("span", *each) for each in zip(swatches, texts, strict=True)]
+    bar = element("div", *pieces, style=_BAR, role="img", aria_label="; ".join(texts))
+    return joined(bar, element("div", *legend, style=_LEGEND))
 
 
 def facts(known: Mapping[str, object]) -> Markup:
     """Return names with values, those of None left out."""
+    told = {name: str(value) for name, value in known.items() if value is not None}
     rows = [
-        element(
-            "div",
-            element("span", name, style="min-width:11em;opacity:.75"),
-            element("span", str(value), style="flex:1;min-width:14em"),
-            style=_ROW,
-        )
-        for name, value in known.items()
-        if value is not None
+        (element("span", name, style=_NAME), element("span", text, style=_VALUE))
+        for name, text in told.items()
     ]
-    return joined(*rows)
+    return joined(*(element("div", *row, style=_ROW) for row in rows))
 
 
 def folded(summary: str, lines: Sequence[str]) -> Markup:
@@ -110,23 +105,13 @@ def optional_bytes(count: int | None) -> str | None:
 
 
 @contextmanager
-def progress_shown() -> Iterator[Callable[[str], None]]:
-    """Show in a notebook's cell what goes on, one line in place of another; elsewhere nothing."""
-    display = _display_of_kernel()
-    if display is None:
-        yield lambda _: None
+def progress_shown(told: Say | None = None) -> Iterator[Say]:
+    """Tell what goes on to ``told``, else to a notebook's cell, each line in place of another."""
+    ipython: Any = sys.modules.get("IPython")
+    if told or not ipython or not hasattr(ipython.get_ipython(), "kernel"):  # or on a terminal
+        yield told or (lambda _: None)
         return
-    handle = display({"text/plain": "DAF begins to measure"}, raw=True, display_id=True)
-
-    def say(text: str) -> None:
-        handle.update({"text/plain": text}, raw=True)
-
-    yield lambda what: say(f"DAF measures {what}")
-    say("DAF has measured")
-
-
-def _display_of_kernel() -> Callable[..., Any] | None:
-    """Return IPython's ``display`` where cells run; None on a terminal and in scripts."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return ipython.display.display if ipython and hasattr(shell, "kernel") else None
+    first = {"text/plain": "DAF begins to measure"}
+    handle = ipython.display.display(first, raw=True, display_id=True)
+    yield lambda what: handle.update({"text/plain": f"DAF measures {what}"}, raw=True)
+    handle.update({"text/plain": "DAF has measured"}, raw=True)

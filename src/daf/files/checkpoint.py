@@ -54,7 +54,7 @@ def read_checkpoint(
         DamagedFileError: the file is missing or damaged; nothing was restored.
         RunFolderError: it is of another model or another version.
     """
-    tensors, whole = _read(path)
+    tensors, whole = read_whole(path)
     try:
         _load_model(model, tensors)
         _load_optimizer(optimizer, whole["optimizer"])
@@ -67,18 +67,13 @@ def read_checkpoint(
 
 def load_model(path: Path, model: nn.Module) -> int:
     """Restore only the model; return its step. Raises as ``read_checkpoint``."""
-    tensors, whole = _read(path)
+    tensors, whole = read_whole(path)
     _load_model(model, tensors)
     return int(whole["run"]["step"])
 
 
-def checkpoint_state(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's ``state`` and restore nothing; raises as ``read_checkpoint``."""
-    state: dict[str, Any] = _read(path)[1]["run"]
-    return state
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_whole(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a checkpoint's tensors and all else, restoring nothing; raises RunFolderError."""
     tensors, metadata = read_tensors(path)
     if metadata.get("format") != FORMAT:
         raise RunFolderError(

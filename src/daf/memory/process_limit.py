@@ -88,11 +88,6 @@ class MemoryKeeper(Keeper):
             f"first update; {format_bytes(missing_bytes)} are missing"
         )
 
-    @property
-    def hard_limit_bytes(self) -> int | None:
-        """The most that the process's account may hold for this budget; None: no limit."""
-        return self._claim.limit_bytes
-
     def open(self) -> None:
         """Apply the settings; does nothing if open, or retired."""
         if self.is_retired:

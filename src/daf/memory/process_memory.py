@@ -98,19 +98,13 @@ def _with_swapped(field: str) -> int:
 
 def reset_peak() -> bool:
     """Start a new high-water mark; False where the system does not permit that."""
-    try:
-        return _reset_peak()
-    except OSError:  # somebody closed all descriptors, or it is not permitted
-        _opened.cache_clear()
-    try:
-        return _reset_peak()
-    except OSError:
-        return False
-
-
-def _reset_peak() -> bool:
-    file = _opened(_CLEAR_REFERENCES, os.O_WRONLY, os.getpid())
-    return os.pwrite(file, _RESET_PEAK_COMMAND, 0) == len(_RESET_PEAK_COMMAND)
+    for _ in range(2):  # again where somebody closed all descriptors
+        try:
+            file = _opened(_CLEAR_REFERENCES, os.O_WRONLY, os.getpid())
+            return os.pwrite(file, _RESET_PEAK_COMMAND, 0) > 0
+        except OSError:
+            _opened.cache_clear()
+    return False
 
 
 def warm_up(device: torch.device = CPU) -> None:

@@ -235,11 +235,6 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     ]
 
 
-def read_memory(path: Path) -> Memory:
-    """Read a memory log's whole lines; raises RunFolderError if it cannot be read."""
-    return _memory_of(list(read_lines(path)))
-
-
 def _memory_of(lines: Sequence[Record]) -> Memory:
     samples = sorted(
         (line["seconds"], line["resident_bytes"] / _MB)

@@ -71,9 +71,6 @@ class Effort:
     buckets: int = BUCKETS
 
 
-PRIOR_ONLY = Effort(local=0, others=0, micro_batches=0)
-
-
 def measure_sensitivity(
     model: nn.Module,
     loss_fn: LossFunction,

@@ -7,7 +7,7 @@ held other than predicted. ``PlanSelector`` makes the plans; ``PlanController`` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -94,12 +94,6 @@ class PlanController(Resumable):
         budget_bytes = self.budget_bytes
         if budget_bytes is None:
             return self._without_budget(context.info)
-        with nullcontext(on_progress) if on_progress else progress_shown() as shown:
-            return self._measured_and_planned(context, shown, budget_bytes)
-
-    def _measured_and_planned(
-        self, context: StepContext, on_progress: Callable[[str], None], budget_bytes: int
-    ) -> Plan:
         self.step_profiles.refuse_without_room(budget_bytes)
         planner.warm_up()
         self.planned_for_bytes = context.info.nbytes
@@ -130,11 +124,11 @@ class PlanController(Resumable):
         return self.selector.begin(self.noise.weighed(profiles), budget_bytes, weigh)
 
     def _measured(
-        self, context: StepContext, on_progress: Callable[[str], None], budget_bytes: int
+        self, context: StepContext, on_progress: Callable[[str], None] | None, budget_bytes: int
     ) -> Profiles:
-        with self.keeper.unbounded():
+        with self.keeper.unbounded(), progress_shown(on_progress) as say:
             profiles = self.step_profiles.measure(
-                context, budget_bytes, on_progress, can_fuse=self.selector.can_fuse
+                context, budget_bytes, say, can_fuse=self.selector.can_fuse
             )
         alone = _beside(profiles, -self.users_gradient_bytes)  # they were there meanwhile
         self.growth.note(context.info, alone)

@@ -41,6 +41,7 @@ from daf.step.gradient_release import CLIPPED, LEFT_TO_USER
 from daf.step.state_snapshot import StepSnapshot
 from daf.step.user_gradients import UserGradients
 from daf.torch_compat import compiler
+from daf.torch_compat.compiler_stance import eagerly
 from daf.torch_compat.out_of_memory import out_of_memory
 
 _Refusal = TypeVar("_Refusal", bound=Exception)
@@ -154,9 +155,10 @@ class StepRetries:
                     self._rehearsed = self._rehearse(context, plan, snapshot)
                     return None
                 needed_bytes = self._rehearsed.needed_bytes
-            return self.gradient.run(
-                context, plan, snapshot, planned=planned, needed_bytes=needed_bytes
-            )
+            with eagerly():  # once for all passes
+                return self.gradient.run(
+                    context, plan, snapshot, planned=planned, needed_bytes=needed_bytes
+                )
         except PoolFullError as error:
             return _bare(error)
         except (SplitError, FusionError) as error:

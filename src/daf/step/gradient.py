@@ -31,7 +31,6 @@ from daf.step.splitting import SplitChoice
 from daf.step.state_snapshot import StepSnapshot
 from daf.step.user_gradients import parameters_elsewhere
 from daf.torch_compat.compiled_modules import CompiledModules
-from daf.torch_compat.compiler_stance import eagerly
 
 
 class _Losses:
@@ -132,18 +131,6 @@ class GradientStep:
             ReleaseRefusedError: gradients must be released, and something needs them later.
             CommittedStepError: backward failed after parameters had been updated.
         """
-        with eagerly():  # once for all passes
-            return self._run(context, plan, snapshot, planned=planned, needed_bytes=needed_bytes)
-
-    def _run(
-        self,
-        context: StepContext,
-        plan: Plan,
-        snapshot: StepSnapshot,
-        *,
-        planned: bool,
-        needed_bytes: int,
-    ) -> float:
         if not self.is_dry_run:
             self._on_commit = partial(self._keeper.commit, needed_bytes)
         parts = context.parts(plan.micro_batch)

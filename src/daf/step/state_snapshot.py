@@ -116,22 +116,17 @@ def preserved_state(
             parameter.grad = gradient
 
 
-class _Nodes(threading.local):
-    """A node for each device, older than all graphs of this thread's steps: nodes are numbered."""
-
-    def __init__(self) -> None:
-        self.of: dict[torch.device, Tensor] = {}
-
-
-_nodes = _Nodes()
+_nodes = threading.local()  # each thread numbers its nodes
 
 
 def _oldest_node(device: torch.device) -> Tensor:
-    if device not in _nodes.of:
+    """Return this thread's node of a device that is older than all graphs of its steps."""
+    nodes: dict[str, Tensor] = vars(_nodes)
+    if str(device) not in nodes:
         gpu = device if device.type == "cuda" else None  # its passes go through a queue of its own
         with torch.enable_grad():
-            _nodes.of[device] = torch.zeros((), requires_grad=True, device=gpu) * 1.0
-    return _nodes.of[device]
+            nodes[str(device)] = torch.zeros((), requires_grad=True, device=gpu) * 1.0
+    return nodes[str(device)]
 
 
 def _place(parameter: Tensor) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from daf.core.errors import DafError
-from daf.files.checkpoint import checkpoint_state
+from daf.files.checkpoint import read_whole
 from daf.training.run_folder import RunFolder
 from daf_bench.faults.children import in_child
 from daf_bench.faults.on_disk.tiny_runs import Outcome, completed, count_end, drawn_settings, resume
@@ -79,7 +79,7 @@ def _one_trial(
 def _is_kept(copy: Path, base: Path) -> bool:
     """True if a whole checkpoint is there, not older than the base's, and all its log lines."""
     try:
-        before, now = (checkpoint_state(RunFolder(each).checkpoint) for each in (base, copy))
+        before, now = (read_whole(RunFolder(each).checkpoint)[1]["run"] for each in (base, copy))
     except DafError:
         return False
     for name, (nbytes, _) in before["logs"].items():

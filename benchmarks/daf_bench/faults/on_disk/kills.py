@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from daf.core.errors import DafError
-from daf.files.checkpoint import checkpoint_state
+from daf.files.checkpoint import read_whole
 from daf.files.records import read_lines
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
@@ -113,7 +113,7 @@ def _count_lost(folder: Path, every: int, counts: Counter[str]) -> None:
         return
     steps = [line["step"] for line in read_lines(run.metrics)]
     try:
-        kept = int(checkpoint_state(run.checkpoint)["step"])
+        kept = int(read_whole(run.checkpoint)[1]["run"]["step"])
     except DafError:
         counts["lost"] += 1
         return
