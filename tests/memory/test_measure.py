@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -106,3 +109,29 @@ print(process_memory.resident_bytes() - before)
         for how in ("cold", "warm")
     )
     assert warm < cold / 4
+
+
+@needs_peak
+def test_a_kept_descriptor_that_became_another_file_is_neither_believed_nor_written() -> None:
+    before = process_memory.resident_bytes()  # opens it
+    kept = process_memory._open_status(os.getpid())
+    with tempfile.TemporaryFile() as other:
+        other.write(b"somebody else's")
+        other.flush()
+        os.dup2(other.fileno(), kept)
+        assert process_memory.reset_peak()
+        assert process_memory.resident_bytes() > before / 2
+        assert process_memory._open_status(os.getpid()) != kept
+        assert os.pread(kept, 100, 0) == b"somebody else's"
+        os.close(kept)
+
+
+@needs_peak
+def test_what_the_system_does_not_report_takes_no_descriptor_each_time() -> None:
+    process_memory.resident_bytes()
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        with pytest.raises(OSError, match="VmNowhere"):
+            process_memory._own_bytes("VmRSS", "VmNowhere")
+        process_memory.resident_bytes()
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors

@@ -34,7 +34,6 @@ _ROW = "display:flex;flex-wrap:wrap;gap:0 1em"
 _NAME, _VALUE = "min-width:11em;opacity:.75", "flex:1;min-width:14em"
 _MARK = f"position:absolute;top:-.25em;bottom:-.25em;width:2px;background:{_BUDGET};left:{{}}"
 
-
 Say = Callable[[str], None]
 
 
@@ -56,8 +55,7 @@ def parts_of(account: Mapping[str, int]) -> list[Part]:
 
 def memory_bar(parts: Sequence[Part], budget_bytes: int | None = None) -> Markup:
     """Return parts side by side on one scale, the budget as a line, and all of them in words."""
-    total = sum(part.nbytes for part in parts)
-    whole = max(total, budget_bytes or 0, 1)
+    whole = max(sum(part.nbytes for part in parts), budget_bytes or 0, 1)
     colours = [_COLOURS[index % len(_COLOURS)] for index in range(len(parts))]
     pieces = [
         element("span", style=f"width:{100 * part.nbytes / whole:.3f}%;background:{colour}")
@@ -78,10 +76,10 @@ def memory_bar(parts: Sequence[Part], budget_bytes: int | None = None) -> Markup
 
 def facts(known: Mapping[str, object]) -> Markup:
     """Return names with values, those of None left out."""
-    told = {name: str(value) for name, value in known.items() if value is not None}
     rows = [
-        (element("span", name, style=_NAME), element("span", text, style=_VALUE))
-        for name, text in told.items()
+        (element("span", name, style=_NAME), element("span", str(value), style=_VALUE))
+        for name, value in known.items()
+        if value is not None
     ]
     return joined(*(element("div", *row, style=_ROW) for row in rows))
 

@@ -39,19 +39,20 @@ def _field_bytes(content: bytes, field: str, path: Path) -> int:
     return int(found.split(None, 1)[0]) * 1024
 
 
-@lru_cache(maxsize=2)
-def _opened(path: Path, flags: int, _process: int) -> int:
-    """Return a descriptor of a file of this process: to open it costs five times a reading."""
-    return os.open(path, flags)
+@lru_cache(maxsize=1)
+def _open_status(_process: int) -> int:
+    """Return a descriptor of this process's own status: to open it costs five times a reading."""
+    return os.open(_STATUS, os.O_RDONLY)
 
 
 def _own_bytes(*fields: str) -> int:
     try:
-        content = os.pread(_opened(_STATUS, os.O_RDONLY, os.getpid()), _MOST_READ, 0)
+        content = os.pread(_open_status(os.getpid()), _MOST_READ, 0)
         return sum(_field_bytes(content, field, _STATUS) for field in fields)
-    except OSError:  # somebody closed all descriptors, or there is no such field
-        _opened.cache_clear()
-        return field_bytes(_STATUS, *fields)
+    except OSError:
+        found = field_bytes(_STATUS, *fields)  # raises again if there is no such field
+        _open_status.cache_clear()  # else somebody closed all descriptors
+        return found
 
 
 def resident_bytes() -> int:
@@ -98,13 +99,11 @@ def _with_swapped(field: str) -> int:
 
 def reset_peak() -> bool:
     """Start a new high-water mark; False where the system does not permit that."""
-    for _ in range(2):  # again where somebody closed all descriptors
-        try:
-            file = _opened(_CLEAR_REFERENCES, os.O_WRONLY, os.getpid())
-            return os.pwrite(file, _RESET_PEAK_COMMAND, 0) > 0
-        except OSError:
-            _opened.cache_clear()
-    return False
+    try:  # opened anew: a kept descriptor may be somebody else's file by now
+        _CLEAR_REFERENCES.write_bytes(_RESET_PEAK_COMMAND)
+    except OSError:
+        return False
+    return True
 
 
 def warm_up(device: torch.device = CPU) -> None:

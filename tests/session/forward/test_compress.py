@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import daf
-from daf.core.errors import BudgetError
+from daf.core.errors import BudgetError, ClosedSessionError
 from daf.memory import glibc, process_memory
 from daf.session.forward.compress import BudgetedForward
 
@@ -172,6 +172,11 @@ def test_evaluation_nesting_and_copies_inside() -> None:
     torch.save(model, io.BytesIO())
     found.close()
     assert BudgetedForward.of(model) is None
+    with pytest.raises(ClosedSessionError, match="again"), found:
+        pass
+    with daf.compress(model, budget=budget) as another:
+        assert another is not found
+    another.close()
 
 
 def test_two_models_of_an_adversarial_pair_are_plains() -> None:

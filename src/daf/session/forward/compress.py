@@ -18,6 +18,7 @@ from torch import nn
 
 from daf.budget.request import Budget, parse_budget
 from daf.capture import compress as codes
+from daf.core.errors import ClosedSessionError
 from daf.core.markup import Markup
 from daf.core.notebook import card
 from daf.core.plan import Plan
@@ -60,6 +61,10 @@ class BudgetedForward:
         return vars(model).get(_OF_MODEL)
 
     def __enter__(self) -> Self:
+        if self.of(self.model) is not self:
+            raise ClosedSessionError(
+                "asked to go on after close(); call daf.compress(model, budget=...) again"
+            )
         if self._listening is None:
             self._listening = _listen(weakref.ref(self))
             weakref.finalize(self, self._listening.close).atexit = False
