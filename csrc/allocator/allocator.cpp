@@ -41,17 +41,11 @@ State* make_state() {
 
 // Asks the pool for bytes; what the pool frees and allocates re-enters on the same thread.
 uint64_t reclaim(uint64_t needed_bytes) {
-  Reclaim hook;
-  void* context;
-  {
-    const std::lock_guard<std::mutex> guard(state().settings_mutex);
-    hook = state().reclaim;
-    context = state().reclaim_context;
-  }
+  const Reclaim hook = state().reclaim;
   if (!hook || reclaiming) return 0;
   reclaiming = true;
   state().account.reclaims.add();
-  const uint64_t freed = hook(context, needed_bytes);
+  const uint64_t freed = hook(needed_bytes);
   reclaiming = false;
   return freed;
 }
@@ -229,11 +223,7 @@ Settings settings() {
   return state().settings;
 }
 
-void set_reclaim(Reclaim reclaim, void* context) {
-  const std::lock_guard<std::mutex> guard(state().settings_mutex);
-  state().reclaim = reclaim;
-  state().reclaim_context = context;
-}
+void set_reclaim(Reclaim reclaim) { state().reclaim = reclaim; }
 
 bool charge_external(uint64_t bytes) {
   if (!charge(bytes, false)) return false;

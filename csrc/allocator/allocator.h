@@ -15,7 +15,7 @@
 namespace daf::allocator {
 
 // Frees up to `needed_bytes`; returns how many (0: the allocation fails). Called without our locks.
-using Reclaim = uint64_t (*)(void* context, uint64_t needed_bytes);
+using Reclaim = uint64_t (*)(uint64_t needed_bytes);
 
 struct Settings {
   uint64_t cap_bytes = no_limit;    // the most that may lie recycled
@@ -38,7 +38,7 @@ void refresh();
 void set_cap(uint64_t bytes);
 void set_limit(uint64_t bytes);
 Settings settings();
-void set_reclaim(Reclaim reclaim, void* context);
+void set_reclaim(Reclaim reclaim);
 
 // Charges the pool's bytes; false (nothing charged) if the limit leaves no room even without
 // recycled blocks. Never calls the reclaim hook.

@@ -25,8 +25,7 @@ struct State {
   std::atomic<int> installed{0};  // written under install_mutex
   std::mutex settings_mutex;
   Settings settings;
-  Reclaim reclaim = nullptr;
-  void* reclaim_context = nullptr;
+  std::atomic<Reclaim> reclaim{nullptr};
   std::unordered_map<std::string, uint32_t> label_numbers{{"", 0}};
   std::vector<std::string> label_texts{""};
 

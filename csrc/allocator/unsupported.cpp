@@ -17,7 +17,7 @@ void refresh() {}
 void set_cap(uint64_t) {}
 void set_limit(uint64_t) {}
 Settings settings() { return {}; }
-void set_reclaim(Reclaim, void*) {}
+void set_reclaim(Reclaim) {}
 bool charge_external(uint64_t) { return true; }
 void discharge_external(uint64_t) {}
 uint64_t ask_for_room(uint64_t) { return 0; }

@@ -14,7 +14,7 @@ namespace {
 PyObject* python_hook = nullptr;
 
 // An error in the hook is reported and frees nothing: the allocation fails with PyTorch's error.
-uint64_t call_python_hook(void*, uint64_t needed_bytes) {
+uint64_t call_python_hook(uint64_t needed_bytes) {
   const nb::gil_scoped_acquire acquired;
   if (!python_hook) return 0;
   const nb::object hook = nb::borrow(python_hook);
@@ -33,7 +33,7 @@ uint64_t call_python_hook(void*, uint64_t needed_bytes) {
 nb::object set_reclaim(nb::object hook) {
   PyObject* const before = python_hook;
   python_hook = hook.is_none() ? nullptr : hook.release().ptr();
-  allocator::set_reclaim(python_hook ? call_python_hook : nullptr, nullptr);
+  allocator::set_reclaim(python_hook ? call_python_hook : nullptr);
   return before ? nb::steal(before) : nb::none();
 }
 
