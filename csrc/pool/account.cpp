@@ -75,7 +75,7 @@ bool Pool::is_sound() {
   bool sound = tree_.is_sound();
   const auto own = [&](uint64_t page) {
     sound = sound && page < owned.size() && !owned[page] && !free_.has(page) &&
-            (used_[page / 64] >> (page % 64) & 1) && !unbacked_.has(page / pages_per_group_);
+            !unbacked_.has(page / pages_per_group_);
     if (sound) owned[page] = true;
     ++pages;
   };

@@ -68,6 +68,14 @@ class Bitmap {
   }
 
   bool has(uint64_t i) const { return levels_[0][i / 64] >> (i % 64) & 1; }
+  // True if the set has all of `count` integers, a power of two, from a multiple of it on.
+  bool has_all(uint64_t first, uint64_t count) const {
+    const uint64_t all = ~uint64_t(0);
+    const uint64_t wanted = count < 64 ? ((uint64_t(1) << count) - 1) << (first % 64) : all;
+    for (uint64_t word = first / 64; word < (first + count + 63) / 64; ++word)
+      if (~levels_[0][word] & wanted) return false;
+    return true;
+  }
   uint64_t count() const { return count_; }
 
   void insert(uint64_t i) {

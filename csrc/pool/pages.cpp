@@ -9,7 +9,6 @@ namespace daf::paging {
 namespace {
 
 constexpr int poison_byte = 0xDB;
-constexpr uint64_t used_unit = Bitmap::unit;
 
 }  // namespace
 
@@ -24,13 +23,11 @@ void Pool::mark_used(uint64_t page) {
   if (pages_per_group_ > 1 && group_is_empty(page / pages_per_group_))
     empty_.erase(page / pages_per_group_);
   free_.erase(page);
-  used_[page / 64] |= uint64_t(1) << (page % 64);
   ++now_.live_pages;
 }
 
 void Pool::free_page(uint64_t page) {
   if (options_.poison) std::memset(region_.base() + page * page_bytes_, poison_byte, page_bytes_);
-  used_[page / 64] &= ~(uint64_t(1) << (page % 64));
   free_.insert(page);
   --now_.live_pages;
   if (pages_per_group_ > 1 && group_is_empty(page / pages_per_group_))
@@ -46,22 +43,12 @@ void Pool::free_pages_of(const Tensor& tensor) {
 }
 
 bool Pool::group_is_empty(uint64_t group) const {
-  const uint64_t first = group * pages_per_group_;
-  if (pages_per_group_ >= 64) {
-    for (uint64_t word = first / 64; word < (first + pages_per_group_) / 64; ++word)
-      if (used_[word]) return false;
-    return true;
-  }
-  const uint64_t mask = (uint64_t(1) << pages_per_group_) - 1;
-  return !(used_[first / 64] >> (first % 64) & mask);
+  return free_.has_all(group * pages_per_group_, pages_per_group_);
 }
 
 void Pool::extend_groups(uint64_t groups) {
   region_.extend(groups * group_bytes_);
   const uint64_t pages = groups * pages_per_group_;
-  const uint64_t words = round_up(pages, used_unit) / 64;
-  used_.reserve(words);
-  used_.resize(words);
   free_.resize(pages);
   unbacked_.resize(groups);
   if (pages_per_group_ > 1) empty_.resize(groups);
@@ -75,8 +62,6 @@ void Pool::forget_groups() {
   if (2 * top_ > groups_) return;
   while (groups_ > top_) unbacked_.erase(--groups_);
   const uint64_t pages = groups_ * pages_per_group_;
-  used_.resize(round_up(pages, used_unit) / 64);
-  used_.shrink_to_fit();
   free_.shrink(pages);
   unbacked_.shrink(groups_);
   if (pages_per_group_ > 1) empty_.shrink(groups_);
@@ -148,8 +133,7 @@ void Pool::return_surplus() {
 
 uint64_t Pool::bitmap_bytes(uint64_t groups) const {
   const uint64_t pages = groups * pages_per_group_;
-  return round_up(pages, used_unit) / 8 + Bitmap::bytes_for(pages) +
-         Bitmap::bytes_for(groups) * (pages_per_group_ > 1 ? 2 : 1);
+  return Bitmap::bytes_for(pages) + Bitmap::bytes_for(groups) * (pages_per_group_ > 1 ? 2 : 1);
 }
 
 // Bytes of the account's records with so many more slots and bytes of page tables.

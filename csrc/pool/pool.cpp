@@ -96,7 +96,6 @@ bool Pool::set_page_bytes(uint64_t bytes) {
 
 void Pool::change_page_bytes(uint64_t bytes) {
   return_groups(backed_);
-  used_ = {};
   free_ = empty_ = unbacked_ = Bitmap();
   groups_ = top_ = 0;
   page_bytes_ = bytes;

@@ -218,8 +218,7 @@ class Pool {
   uint32_t free_slot_ = 0;  // slot + 1
   uint64_t table_bytes_ = 0;
 
-  // A page is used, or free with memory, or in a group without memory.
-  std::vector<uint64_t> used_;
+  // A page is free with memory, or in a group without memory, or used.
   Bitmap free_;      // pages
   Bitmap empty_;     // groups with memory and only free pages; unused for groups of one
   Bitmap unbacked_;  // groups below groups_ without memory
