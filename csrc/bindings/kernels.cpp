@@ -80,15 +80,12 @@ bool run_kernel(const std::string& set, const nb::tuple& record) {
   return run(call, table);
 }
 
-// A negative strategy leaves the choice to the rule.
 RangesPlan plan_of(uint64_t count, uint64_t channels, uint64_t inner, int threads, int strategy) {
-  const Channels geometry = columns(channels, inner);
-  return strategy < 0 ? plan_ranges(count, geometry, threads)
-                      : plan_ranges(count, geometry, threads, RangeStrategy(strategy));
+  return plan_ranges(count, columns(channels, inner), threads, RangeStrategy(strategy));
 }
 
 int range_strategy(uint64_t count, uint64_t channels, uint64_t inner, int threads) {
-  return int(plan_of(count, channels, inner, threads, -1).strategy);
+  return int(cheapest_strategy(plan_of(count, channels, inner, threads, 0), count));
 }
 
 uint64_t ranges_workspace_bytes(uint64_t count, uint64_t channels, uint64_t inner, int threads,

@@ -60,25 +60,6 @@ void fold_lanes(const RangesPlan& plan, const uint32_t* lanes, uint32_t* half) {
     fold_slots(plan.slots, lanes, half);
 }
 
-// The strategy of least predicted time: tree pays for its serial stage, hybrid for raising every
-// cell from every share, atomics for every element. The nanoseconds are measured (an EPYC core with
-// AVX-512; 2^12 to 2^23 elements in 1 to 2^19 channels); thread scaling is modelled: tree below
-// about ten threads, hybrid beyond, atomics where a thread has few elements a channel.
-RangeStrategy cheapest_strategy(const RangesPlan& plan, uint64_t count) {
-  constexpr double lane_ns = 0.45;    // clear a lane's accumulator and fold it
-  constexpr double fold_ns = 0.5;     // one number of a row into another's
-  constexpr double raise_ns = 5;      // one number of a row into a shared cell
-  constexpr double element_ns = 0.2;  // an element into its lane, both ends
-  constexpr double compare_ns = 8;    // an element with two shared cells, these not in L1
-  const double shares = double(plan.shares), elements = double(count) / shares;
-  const double lanes = element_ns * elements + lane_ns * 2 * double(lane_count(plan));
-  const double tree = lanes + fold_ns * (shares - 1) * double(row_width(plan));
-  const double hybrid = lanes + raise_ns * double(row_width(plan));
-  const double atomics = compare_ns * elements;
-  if (atomics < tree && atomics < hybrid) return RangeStrategy::atomics;
-  return hybrid < tree ? RangeStrategy::hybrid : RangeStrategy::tree;
-}
-
 uint32_t* row_of(const MeasureRanges& job, size_t share) {
   return job.rows + share * row_width(job.plan);
 }
@@ -99,10 +80,23 @@ RangesPlan plan_ranges(uint64_t count, Channels channels, int threads, RangeStra
   return {channels, slot_count(channels, count), blocks, useful_threads(blocks, threads), strategy};
 }
 
-RangesPlan plan_ranges(uint64_t count, Channels channels, int threads) {
-  RangesPlan plan = plan_ranges(count, channels, threads, RangeStrategy::tree);
-  plan.strategy = cheapest_strategy(plan, count);
-  return plan;
+// The strategy of least predicted time: tree pays for its serial stage, hybrid for raising every
+// cell from every share, atomics for every element. The nanoseconds are measured (an EPYC core with
+// AVX-512; 2^12 to 2^23 elements in 1 to 2^19 channels); thread scaling is modelled: tree below
+// about ten threads, hybrid beyond, atomics where a thread has few elements a channel.
+RangeStrategy cheapest_strategy(const RangesPlan& plan, uint64_t count) {
+  constexpr double lane_ns = 0.45;    // clear a lane's accumulator and fold it
+  constexpr double fold_ns = 0.5;     // one number of a row into another's
+  constexpr double raise_ns = 5;      // one number of a row into a shared cell
+  constexpr double element_ns = 0.2;  // an element into its lane, both ends
+  constexpr double compare_ns = 8;    // an element with two shared cells, these not in L1
+  const double shares = double(plan.shares), elements = double(count) / shares;
+  const double lanes = element_ns * elements + lane_ns * 2 * double(lane_count(plan));
+  const double tree = lanes + fold_ns * (shares - 1) * double(row_width(plan));
+  const double hybrid = lanes + raise_ns * double(row_width(plan));
+  const double atomics = compare_ns * elements;
+  if (atomics < tree && atomics < hybrid) return RangeStrategy::atomics;
+  return hybrid < tree ? RangeStrategy::hybrid : RangeStrategy::tree;
 }
 
 MeasureRanges lay_out(const RangesPlan& plan, uintptr_t address) {

@@ -35,9 +35,9 @@ struct MeasureRanges {
   uintptr_t end;                 // of the workspace
 };
 
-// The plan with the strategy of the measured rule.
-RangesPlan plan_ranges(uint64_t count, Channels channels, int threads);
 RangesPlan plan_ranges(uint64_t count, Channels channels, int threads, RangeStrategy strategy);
+// The strategy of the measured rule, whatever the plan's own.
+RangeStrategy cheapest_strategy(const RangesPlan& plan, uint64_t count);
 MeasureRanges lay_out(const RangesPlan& plan, uintptr_t workspace);
 
 // The accumulators of one share; all zero at first.

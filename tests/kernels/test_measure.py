@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from daf.kernels import ChannelSums, RangeStrategy
 from daf.kernels.cpu import reductions
 from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
 
-F32 = ElementType.FLOAT32
+F32, TREE = ElementType.FLOAT32, RangeStrategy.TREE
 INPUTS = ("smooth", "wild", "mixed", "broken")
 TYPES = tuple(ElementType)
 COUNTS = (1, 17, 255, 256, 257, 4097, 20_011)
@@ -33,7 +34,7 @@ GEOMETRIES = (
 class Native:
     """The native reductions behind the oracle's signatures, all memory guarded."""
 
-    def __init__(self, cases, element_type=F32, threads=1, strategy=None, offset=0) -> None:
+    def __init__(self, cases, element_type=F32, threads=1, strategy=TREE, offset=0) -> None:
         self.cases, self.element_type, self.threads = cases, element_type, threads
         self.strategy, self.offset = strategy, offset
 
@@ -129,7 +130,7 @@ def test_threads_and_strategies_change_no_byte(cases, instruction_set, geometry)
     sums = reference_reductions.measure_sums(source, *geometry)
     for threads in (1, 2, 3, 4):
         same_bytes(Native(cases, threads=threads).measure_sums(source, *geometry), sums)
-        for strategy in (None, *RangeStrategy):
+        for strategy in RangeStrategy:
             native = Native(cases, threads=threads, strategy=strategy)
             same_bytes(native.measure_ranges(source, *geometry), ranges)
 
@@ -257,7 +258,8 @@ def test_workspaces_are_small_beside_a_large_tensor(shape) -> None:
     for threads in (1, 4, 1000):
         size = reductions.sums_workspace_bytes(2**24, threads, *shape)
         assert size <= 0.08 * source_bytes
-    assert reductions.ranges_workspace_bytes(2**24, 1, *shape) <= 0.01 * source_bytes
+    chosen = reductions.range_strategy(2**24, 1, *shape)
+    assert reductions.ranges_workspace_bytes(2**24, 1, *shape, chosen) <= 0.01 * source_bytes
 
 
 def test_flushed_denormals_of_the_caller_change_nothing(cases) -> None:
@@ -319,7 +321,7 @@ def test_bad_sums_are_refused(place, value) -> None:
 def test_bad_shapes_are_refused(shape) -> None:
     for function in (
         reductions.range_strategy,
-        reductions.ranges_workspace_bytes,
+        partial(reductions.ranges_workspace_bytes, strategy=TREE),
         reductions.sums_workspace_bytes,
     ):
         with pytest.raises(KernelError, match="asked for"):

@@ -24,27 +24,22 @@ from daf.kernels.cpu.checks import (
 from daf.kernels.cpu.codecs import read
 from daf.kernels.cpu.job import Job, run
 
-_BY_THE_RULE = -1
 _OPTIONAL_FACTORS = ("gamma_pointer", "of_gamma_pointer", "of_beta_pointer")
 
 
 def range_strategy(count: int, threads: int, channels: int = 1, inner: int = 1) -> RangeStrategy:
-    """Return the strategy that ``measure_ranges`` takes by default."""
+    """Return the strategy of least predicted time for ``measure_ranges``."""
     _check_shape(count, threads, channels, inner)
     return RangeStrategy(_native.range_strategy(count, channels, inner, threads))
 
 
 def ranges_workspace_bytes(
-    count: int,
-    threads: int,
-    channels: int = 1,
-    inner: int = 1,
-    strategy: RangeStrategy | None = None,
+    count: int, threads: int, channels: int, inner: int, strategy: RangeStrategy
 ) -> int:
     """Return the workspace bytes of ``measure_ranges``."""
     _check_shape(count, threads, channels, inner)
-    number = _strategy_number(strategy)
-    return int(_native.ranges_workspace_bytes(count, channels, inner, threads, number))
+    check_member("strategy", strategy, tuple(RangeStrategy))
+    return int(_native.ranges_workspace_bytes(count, channels, inner, threads, int(strategy)))
 
 
 def sums_workspace_bytes(count: int, threads: int, channels: int = 1, inner: int = 1) -> int:
@@ -61,19 +56,20 @@ def measure_ranges(
     greatest: int,
     workspace: int,
     threads: int,
-    channels: int = 1,
-    inner: int = 1,
-    strategy: RangeStrategy | None = None,
+    channels: int,
+    inner: int,
+    strategy: RangeStrategy,
 ) -> None:
     """Write the least and the greatest element of each channel, ``channels`` float32 each.
 
     -0 is less than +0. A channel with a NaN has the canonical NaN for both; an empty one has +inf
-    and -inf. ``strategy`` (None: that of ``range_strategy``) does not change the results.
+    and -inf. ``strategy`` does not change the results.
     """
     check_channels(channels, inner)
+    check_member("strategy", strategy, tuple(RangeStrategy))
     places = (least, greatest, workspace)
     _check_pointers(("least", "greatest", "workspace"), places)
-    more = (channels, inner, *places, _strategy_number(strategy))
+    more = (channels, inner, *places, int(strategy))
     job = Job(threads, count, element_type, source)
     run(lambda *call: _native.measure_ranges(*call, *more), job, "source")
 
@@ -136,10 +132,3 @@ def _check_pointers(names: tuple[str, ...], addresses: tuple[Any, ...]) -> None:
 def _check_shape(count: int, threads: int, channels: int, inner: int) -> None:
     check_call(count, threads)
     check_channels(channels, inner)
-
-
-def _strategy_number(strategy: RangeStrategy | None) -> int:
-    if strategy is None:
-        return _BY_THE_RULE
-    check_member("strategy", strategy, tuple(RangeStrategy))
-    return int(strategy)
