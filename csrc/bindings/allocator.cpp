@@ -47,14 +47,6 @@ uint64_t remove() {
   return allocator::remove();
 }
 
-nb::object bytes_or_none(uint64_t bytes) {
-  return bytes == no_limit ? nb::object(nb::none()) : nb::object(nb::int_(bytes));
-}
-
-uint64_t bytes_or_no_limit(nb::handle bytes) {
-  return bytes.is_none() ? no_limit : nb::cast<uint64_t>(bytes);
-}
-
 nb::tuple settings() {
   const allocator::Settings now = allocator::settings();
   return nb::make_tuple(bytes_or_none(now.cap_bytes), bytes_or_none(now.limit_bytes));

@@ -113,7 +113,8 @@ void measure_ranges(const std::string& set, const nb::tuple& record, uint64_t ch
   finish_ranges(job);
 }
 
-// (sums, squares, mean, inverse deviation), then daf.kernels.RunningMoments or None.
+// (sums, squares, mean, inverse deviation), then daf.kernels.normalisation.RunningStatistics or
+// None.
 void statistics_of_sums(uint64_t channels, uint64_t count, double epsilon, const nb::tuple& where,
                         nb::object running) {
   ChannelStatistics job{};
@@ -126,7 +127,8 @@ void statistics_of_sums(uint64_t channels, uint64_t count, double epsilon, const
   finish_statistics(job);
 }
 
-// daf.kernels.GradientFactors.
+// (sums, products, inverse deviation, gamma, value scale, value shift, gradient scale, of gamma, of
+// beta); None for no gamma and what is not wanted.
 void factors_of_sums(uint64_t channels, uint64_t count, const nb::tuple& where) {
   ChannelFactors job{};
   job.channels = channels;

@@ -19,10 +19,6 @@ using unlocked = nb::call_guard<nb::gil_scoped_release>;
 // The process's account, bounded by its limit (allocator.h).
 constexpr paging::Lender process_account{allocator::charge_external, allocator::discharge_external};
 
-nb::object cap_or_none(uint64_t bytes) {
-  return bytes == paging::no_cap ? nb::object(nb::none()) : nb::object(nb::int_(bytes));
-}
-
 // Where the limit refuses memory: the reclaim hook, the pool's own planes, then fewer new ones.
 uint64_t allocate(Pool& pool, uint64_t count, int bits, int minimum_bits, bool headers,
                   const std::vector<double>& importance, uint64_t tag, uint64_t page_bytes) {
@@ -81,7 +77,7 @@ nb::dict statistics(Pool& pool) {
   found["wasted_bytes"] = now.wasted_bytes;
   found["free_bytes"] = now.free_bytes;
   found["metadata_bytes"] = now.metadata_bytes;
-  found["cap_bytes"] = cap_or_none(now.cap_bytes);
+  found["cap_bytes"] = bytes_or_none(now.cap_bytes);
   found["live_peak_bytes"] = now.live_peak_bytes;
   found["held_peak_bytes"] = now.held_peak_bytes;
   found["evictable_pages"] = now.evictable_pages;
@@ -100,16 +96,14 @@ void bind_class(nb::module_& module) {
       .def(
           "__init__",
           [](Pool* self, uint64_t reserve_bytes, uint64_t page_bytes, nb::object cap_bytes,
-             uint64_t increment_bytes, bool may_cut_increment, bool poison, bool charged,
-             bool elsewhere) {
-            const uint64_t cap =
-                cap_bytes.is_none() ? paging::no_cap : nb::cast<uint64_t>(cap_bytes);
-            new (self) Pool({reserve_bytes, page_bytes, cap, increment_bytes, may_cut_increment,
-                             poison, elsewhere, charged ? process_account : paging::Lender{}});
+             uint64_t increment_bytes, bool poison, bool charged, bool elsewhere) {
+            new (self)
+                Pool({reserve_bytes, page_bytes, bytes_or_no_limit(cap_bytes), increment_bytes,
+                      false, poison, elsewhere, charged ? process_account : paging::Lender{}});
           },
           nb::arg("reserve_bytes"), nb::arg("page_bytes"), nb::arg("cap_bytes").none(),
-          nb::arg("increment_bytes"), nb::arg("may_cut_increment"), nb::arg("poison"),
-          nb::arg("charged") = false, nb::arg("elsewhere") = false)
+          nb::arg("increment_bytes"), nb::arg("poison"), nb::arg("charged") = false,
+          nb::arg("elsewhere") = false)
       .def("allocate", &allocate, nb::arg("count"), nb::arg("bits"), nb::arg("minimum_bits"),
            nb::arg("headers"), nb::arg("importance"), nb::arg("tag"), nb::arg("page_bytes") = 0,
            unlocked())
@@ -123,7 +117,7 @@ void bind_class(nb::module_& module) {
       .def(
           "set_cap",
           [](Pool& pool, nb::object bytes) {
-            const uint64_t cap = bytes.is_none() ? paging::no_cap : nb::cast<uint64_t>(bytes);
+            const uint64_t cap = bytes_or_no_limit(bytes);
             return given_fields(without_lock([&] { return pool.set_cap(cap); }));
           },
           nb::arg("bytes").none())

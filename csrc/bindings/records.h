@@ -1,4 +1,5 @@
-// Python records as C++ structs: fields in order, addresses as ints, None where there is nothing.
+// Python records as C++ structs: fields in order, addresses as ints or tensors, None where there is
+// nothing.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -27,7 +28,9 @@ class Fields {
     const nanobind::handle field = record_[place_++];
     if (field.is_none()) return;
     if constexpr (std::is_pointer_v<Item>) {
-      item = reinterpret_cast<Item>(nanobind::cast<uintptr_t>(field));
+      const bool is_number = nanobind::isinstance<nanobind::int_>(field);
+      const nanobind::object place = is_number ? nanobind::borrow(field) : field.attr("data_ptr")();
+      item = reinterpret_cast<Item>(nanobind::cast<uintptr_t>(place));
     } else if constexpr (std::is_enum_v<Item>) {
       item = Item(nanobind::cast<int>(field));
     } else if constexpr (std::is_arithmetic_v<Item>) {

@@ -21,7 +21,7 @@ class Machine:
         self.page_bytes = page_bytes
         self.group_bytes = max(page_bytes, SYSTEM_PAGE)
         self.cap = cap
-        self.pool = _native.pool.Pool(ADDRESSES, page_bytes, cap, 0, False, True)
+        self.pool = _native.pool.Pool(ADDRESSES, page_bytes, cap, 0, True)
         self.model = PoolModel(page_bytes)
         self.refusals = 0
         self.account = self.pool.statistics()

@@ -90,7 +90,7 @@ TestPoolMachine = PoolMachine.TestCase
 
 def test_pages_are_reused_in_order_of_address() -> None:
     """Where memory stays (one large increment), pages are always the lowest that nobody uses."""
-    pool = _native.pool.Pool(ADDRESSES, 4096, None, 64 << 20, False, True)
+    pool = _native.pool.Pool(ADDRESSES, 4096, None, 64 << 20, True)
     random, live, used = Random(1), {}, set()
     for _ in range(3000):
         if live and random.random() < 0.48:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK, ElementType, block_count
 from daf.kernels import Codec, NormGradient
 from daf.kernels.cpu import codecs, reductions
+from daf.kernels.cpu.backend import CpuBackend
 from daf.kernels.cpu.job import Job
 
 _FLOAT_BYTES, _DOUBLE_BYTES = 4, 8
@@ -180,13 +181,13 @@ def _measure(given: Mapping[str, Any]) -> int:
 def _statistics(given: Mapping[str, Any]) -> int:
     """Two sums to two numbers of each channel; running ones are read and written."""
     following = 0 if given["running"] is None else 2 * 2 * _FLOAT_BYTES
-    return int(given["sums"].channels) * (2 * (_DOUBLE_BYTES + _FLOAT_BYTES) + following)
+    return int(given["geometry"].channels) * (2 * (_DOUBLE_BYTES + _FLOAT_BYTES) + following)
 
 
 def _factors(given: Mapping[str, Any]) -> int:
     """Two sums, and all vectors that are there."""
-    channels: int = given["channels"]
-    vectors: int = sum(address != 0 for address in given["factors"][2:])
+    channels: int = given["geometry"].channels
+    vectors = 4 + sum(each is not None for each in (given["gamma"], *given["gradients"]))
     return channels * (2 * _DOUBLE_BYTES + vectors * _FLOAT_BYTES)
 
 
@@ -196,6 +197,6 @@ _RULES: tuple[tuple[Any, str, Rule], ...] = (
     (codecs, "read", _read),
     (codecs, "copy", _copy),
     (reductions, "measure_sums", _measure),
-    (reductions, "statistics_of_sums", _statistics),
-    (reductions, "factors_of_sums", _factors),
+    (CpuBackend, "channel_statistics", _statistics),
+    (CpuBackend, "gradient_factors", _factors),
 )

@@ -141,28 +141,6 @@ class NormGradient(NamedTuple):
     mask: PageFields | None = None
 
 
-class GradientFactors(NamedTuple):
-    """Addresses of (channels,) each, to make backward's second factors of its first sums."""
-
-    sums_pointer: int  # float64
-    products_pointer: int  # float64; the rest is float32
-    inverse_deviation_pointer: int
-    gamma_pointer: int  # or 0
-    value_scale_pointer: int
-    value_shift_pointer: int
-    gradient_scale_pointer: int
-    of_gamma_pointer: int = 0  # 0: not written
-    of_beta_pointer: int = 0  # likewise
-
-
-class RunningMoments(NamedTuple):
-    """Addresses of running mean and variance, float32, and their momentum."""
-
-    mean_pointer: int
-    variance_pointer: int
-    momentum: float
-
-
 class RowMoments(NamedTuple):
     """Rows (runs of ``affine.inner``, a channel each) to measure first, writing the affine."""
 

@@ -49,27 +49,17 @@ class ProcessMemory(MemoryDomain):
     """What this process holds, resident or swapped out: the memory of a model on the CPU."""
 
     name = "the process"
-
-    def held_bytes(self) -> int:
-        return process_memory.taken_bytes()
-
-    def swapped_bytes(self) -> int:
-        return process_memory.swapped_bytes()
+    held_bytes = staticmethod(process_memory.taken_bytes)
+    swapped_bytes = staticmethod(process_memory.swapped_bytes)
+    peak_bytes = staticmethod(process_memory.peak_bytes)
+    reset_peak = staticmethod(process_memory.reset_peak)
+    meter = staticmethod(account_meter.open_meter)
 
     def account_bytes(self) -> int:
         return stats()["held_bytes.current"]
 
-    def peak_bytes(self) -> int:
-        return process_memory.peak_bytes()
-
-    def reset_peak(self) -> bool:
-        return process_memory.reset_peak()
-
     def wait(self) -> None:
         pass  # the CPU is done when it returns
-
-    def meter(self) -> Meter:
-        return account_meter.open_meter()
 
 
 def device_of(model: nn.Module) -> torch.device:

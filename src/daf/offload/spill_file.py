@@ -27,6 +27,7 @@ DEFAULT_QUOTA_SHARE = 0.5  # of the space that is free when the file is made
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 # <fcntl.h>: _WRITE starts writing what is not on its way; _ALL also waits before and after.
 _WRITE, _ALL = 2, 7
+_ENDLESS = 2**63  # bytes: the quota bounds a file, not its map
 
 
 class SpillFile:
@@ -128,34 +129,22 @@ class Extents:
     def __init__(self, quota_bytes: int) -> None:
         self.quota_bytes = quota_bytes
         self.end = 0  # the file has been written up to here
-        self._free: list[tuple[int, int]] = []  # (offset, bytes) by offset, never adjacent
+        self._free = [(0, _ENDLESS)]  # (offset, bytes) by offset, never adjacent
 
     @property
     def used_bytes(self) -> int:
         """Bytes that are taken, rounded up to whole pages."""
-        return self.end - sum(size for _, size in self._free)
+        return _ENDLESS - sum(size for _, size in self._free)
 
     def take(self, nbytes: int) -> int | None:
         """Take ``nbytes`` free bytes; returns their offset, or None if the quota has no room."""
         size = rounded(nbytes)
-        for place, (offset, free) in enumerate(self._free):
-            if free >= size:
-                rest = [(offset + size, free - size)] if free > size else []
-                self._free[place : place + 1] = rest
-                return offset
-        return self._grow(size)
-
-    def _grow(self, size: int) -> int | None:
-        start = self.end
-        last = self._free[-1] if self._free else (0, 0)
-        if self._free and sum(last) == self.end:
-            start = last[0]
-        if start + size > self.quota_bytes:
+        place, (offset, free) = next(each for each in enumerate(self._free) if each[1][1] >= size)
+        if offset + size > self.quota_bytes:
             return None
-        if start != self.end:
-            self._free.pop()
-        self.end = start + size
-        return start
+        self._free[place : place + 1] = [(offset + size, free - size)] if free > size else []
+        self.end = max(self.end, offset + size)
+        return offset
 
     def give_back(self, offset: int, nbytes: int) -> None:
         """Free these bytes."""

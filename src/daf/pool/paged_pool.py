@@ -129,7 +129,6 @@ class PagedStore:
             DEFAULT_PAGE_BYTES if page_bytes is None else page_bytes,
             cap_bytes,
             increment_bytes or 0,
-            False,
             poison,
             charged,
             elsewhere,

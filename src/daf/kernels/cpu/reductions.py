@@ -1,4 +1,4 @@
-"""Ranges and sums of channels, and what normalisations make of the sums, by the native kernels.
+"""Ranges and sums of channels, by the native kernels.
 
 Element ``i`` in memory order is of channel ``(i // inner) % channels``; a whole tensor is one
 channel. Addresses, ``threads`` and KernelError are as in ``daf.kernels.cpu.codecs``. The bytes
@@ -12,8 +12,7 @@ from typing import Any
 
 import daf._native as _native
 from daf.core.code_format import ElementType
-from daf.core.errors import KernelError
-from daf.kernels import ChannelSums, GradientFactors, RangeStrategy, RunningMoments
+from daf.kernels import ChannelSums, RangeStrategy
 from daf.kernels.cpu.checks import (
     check_call,
     check_channels,
@@ -23,8 +22,6 @@ from daf.kernels.cpu.checks import (
 )
 from daf.kernels.cpu.codecs import read
 from daf.kernels.cpu.job import Job, run
-
-_OPTIONAL_FACTORS = ("gamma_pointer", "of_gamma_pointer", "of_beta_pointer")
 
 
 def range_strategy(count: int, threads: int, channels: int = 1, inner: int = 1) -> RangeStrategy:
@@ -79,42 +76,6 @@ def measure_sums(
 ) -> None:
     """Write float64 sums and sums of squares of channels in the format's order; canonical NaN."""
     read(Job(threads, count, element_type, source, sums=sums))
-
-
-def statistics_of_sums(
-    sums: ChannelSums,
-    count: int,
-    epsilon: float,
-    mean: int,
-    inverse_deviation: int,
-    running: RunningMoments | None = None,
-) -> None:
-    """Write mean and inverse deviation, float32; ``running`` follow by the unbiased variance.
-
-    The variance ``max(squares / count - mean², 0)`` is float64's. Its relative error is about 2⁻⁵²
-    · (1 + mean² / variance) times the longest chain of additions: of float32's 24 bits none is lost
-    to cancellation. ``count`` is at least 1 (2 with ``running``).
-    """
-    fewest = 1 if running is None else 2
-    if count < fewest:
-        raise KernelError(f"asked for statistics of {count} elements; the least is {fewest}")
-    check_channels(sums.channels, sums.inner)
-    where = (sums.sums_pointer, sums.squares_pointer, mean, inverse_deviation)
-    _check_pointers(("sums", "squares", "mean", "deviation"), where)
-    if running is not None:
-        _check_pointers(("running mean", "running variance"), running[:2])
-    _native.statistics_of_sums(sums.channels, count, epsilon, where, running)
-
-
-def factors_of_sums(channels: int, count: int, factors: GradientFactors) -> None:
-    """Write backward's second factors from its first sums, of channels of ``count`` >= 1."""
-    check_channels(channels, 1)
-    if count < 1:
-        raise KernelError(f"asked for factors of {count} elements; the least is 1")
-    for name, address in zip(factors._fields, factors, strict=True):
-        if address or name not in _OPTIONAL_FACTORS:
-            check_pointer(name, address)
-    _native.factors_of_sums(channels, count, factors)
 
 
 def rows_workspace_bytes(count: int, length: int, threads: int) -> int:
