@@ -13,12 +13,8 @@ import pytest
 
 from daf.memory import process_memory
 
-# Each model names the least budget when its own turn comes: the second one's is larger.
-ONE_BY_ONE = pytest.mark.xfail(
-    reason="of two models, the first names a least for itself alone", strict=True
-)
 SCRIPTS = [
-    pytest.param(each, id=each.stem, marks=ONE_BY_ONE if each.stem == "gan" else ())
+    pytest.param(each, id=each.stem)
     for each in sorted((Path(__file__).parent / "scripts").glob("*.py"))
 ]
 SHARE = 0.6  # of plain's peak above the floor

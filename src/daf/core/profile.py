@@ -201,6 +201,12 @@ class Profile:
         chunked = any(saving.reading is Reading.CHUNKS for saving in self.savings)
         return chunked or any(fusion.pattern for fusion in self.fusions)
 
+    @property
+    def plain_saved_bytes(self) -> int:
+        """What plain PyTorch would save of the whole batch."""
+        storages = {each.storage: each.storage_bytes for each in self.savings}
+        return int(sum(each.at(self.batch_size) for each in storages.values()))
+
     def forward_backward_ms(self, examples: int) -> float:
         """Return a micro-batch's time with everything kept, interpolated between measured sizes."""
         points = sorted(self.micro_batch_ms)

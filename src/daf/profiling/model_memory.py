@@ -58,6 +58,13 @@ def optimizer_bytes_to_come(optimizer: torch.optim.Optimizer) -> int:
     return int(sum(ratios[id(group)] * parameter.nbytes for group, parameter in pending))
 
 
+def bytes_of_first_update(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of gradients and of state that its parameters do not have yet."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    gradients: int = sum(e.nbytes for e in parameters if e.requires_grad and e.grad is None)
+    return gradients + optimizer_bytes_to_come(optimizer)
+
+
 def _state_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
     trial = trial_step(optimizer, group, PROBE_ELEMENTS)
     if trial is None:

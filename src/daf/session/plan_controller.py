@@ -16,7 +16,7 @@ from daf.core.errors import BudgetError, OtherPathError
 from daf.core.notebook import progress_shown
 from daf.core.plan import Plan
 from daf.core.policy import Policy
-from daf.core.profile import Profiles
+from daf.core.profile import Profile, Profiles
 from daf.core.resumable import Resumable
 from daf.memory.keeper import Keeper
 from daf.planning import planner
@@ -66,7 +66,8 @@ class PlanController(Resumable):
     most_users_gradient_bytes: int = 0
     uncut_examples: int = 0  # of the largest batch so far, where no plan cuts any
     proven_again_at: int = -1  # the step
-    margin_bytes: int = 0  # that plans leave beside the usual, where no pass is tried again
+    # What plans leave beside the usual (bytes), where no pass is tried again.
+    margin_bytes: Callable[[Profile], int] = field(default=lambda _: 0)
 
     def __post_init__(self) -> None:
         self.planned_budget_bytes = self.budget_bytes
@@ -137,7 +138,8 @@ class PlanController(Resumable):
 
     def _beside_users(self, profiles: Profiles) -> Profiles:
         """Return the profiles of steps beside the user's gradients, with the margin."""
-        return _beside(profiles, self.most_users_gradient_bytes + self.margin_bytes)
+        margin_bytes = self.margin_bytes(profiles.own)
+        return _beside(profiles, self.most_users_gradient_bytes + margin_bytes)
 
     def plan_for(self, context: StepContext) -> Plan:
         """Return the plan for the step that begins now.

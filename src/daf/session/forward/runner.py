@@ -12,7 +12,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,8 +23,9 @@ from daf.capture.known_passes import KnownPasses
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
+from daf.core.profile import Profile
 from daf.memory.owners import owners
-from daf.profiling.model_memory import parameter_bytes
+from daf.profiling.model_memory import bytes_of_first_update, gradient_bytes, parameter_bytes
 from daf.session.arguments import asked_memory
 from daf.session.factory import make_parts
 from daf.session.forward.stand_in_loss import stand_in_loss, without_graph
@@ -43,6 +44,7 @@ UPDATES_TO_MEASURE = 2
 CALLS_TO_MEASURE = 16
 # What libraries load in a first pass, and what a prediction may miss by, where none is tried again.
 MARGIN_BYTES = 8 * 2**20
+Living = TypeVar("Living")
 
 
 class ForwardRunner(SessionReadings):
@@ -64,8 +66,10 @@ class ForwardRunner(SessionReadings):
         )
         super().__init__(self._parts)
         self.model = model
+        self._plan_controller.margin_bytes = lambda profile: (
+            MARGIN_BYTES + trained_beside_bytes(model, profile)
+        )
         self._seed = seed
-        self._plan_controller.margin_bytes = MARGIN_BYTES
         self._splitting = Splitting(split=False)
         self._splitting.forbidden_because = "its loop keeps its own step"
         self.unplanned_because = ""
@@ -95,6 +99,11 @@ class ForwardRunner(SessionReadings):
     def calls(self) -> int:
         """How many calls ran under a plan."""
         return self._runner.counters.step_index
+
+    @property
+    def saved_bytes_to_come(self) -> int:
+        """What calls may save beyond what is alive now."""
+        return max(0, self.saved_bytes_peak - self._capture.stats.held_bytes)
 
     @property
     def plan(self) -> Plan | None:
@@ -197,17 +206,41 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
     A loop that keeps its step hands over none; its optimizer usually lives before the first pass.
     """
+    living = _living_optimizers(model)
+    found = max(living, key=living.__getitem__, default=None)
+    if found is not None and living[found]:
+        return found
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return torch.optim.SGD(trained or [torch.zeros(1)], lr=0.0)
+
+
+def trained_beside_bytes(model: nn.Module, profile: Profile) -> int:
+    """Return what models that other optimizers step may take while this one trains.
+
+    That is the gradients and states that they lack, and what they keep alive for backward: of one
+    that has been called its saved bytes, but for those alive now. Of another nobody knows yet: as
+    much as plain PyTorch saves of this one, twice that of a larger one, and what libraries load.
+    """
+    others = [each for each, shared in _living_optimizers(model).items() if not shared]
+    to_come = sum(map(bytes_of_first_update, others))
+    known = [each for each in _living(ForwardRunner) if each.model is not model]
+    unknown = max(0, len(others) - len(known))
+    is_larger = to_come > gradient_bytes(model) + profile.optimizer_bytes
+    saved = profile.plain_saved_bytes * (2 if is_larger else 1)
+    alive = sum(each.saved_bytes_to_come for each in known)
+    return to_come + alive + unknown * (saved + MARGIN_BYTES)
+
+
+def _living_optimizers(model: nn.Module) -> dict[torch.optim.Optimizer, int]:
+    """Return every living optimizer, and how many of the model's parameters it steps."""
     own = {id(each) for each in model.parameters()}
 
     def shared(optimizer: torch.optim.Optimizer) -> int:
         groups = getattr(optimizer, "param_groups", [])  # none before its constructor ends
         return sum(id(each) in own for group in groups for each in group["params"])
 
-    living: list[torch.optim.Optimizer] = [
-        e for e in gc.get_objects() if issubclass(type(e), torch.optim.Optimizer)
-    ]
-    found = max(living, key=shared, default=None)
-    if found is not None and shared(found):
-        return found
-    trained = [each for each in model.parameters() if each.requires_grad]
-    return torch.optim.SGD(trained or [torch.zeros(1)], lr=0.0)
+    return {each: shared(each) for each in _living(torch.optim.Optimizer)}
+
+
+def _living(kind: type[Living]) -> list[Living]:
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
