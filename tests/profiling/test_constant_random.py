@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from daf.profiling.constant_random import ConstantRandom
 
@@ -60,3 +62,27 @@ def test_a_recurrent_layers_dropout_is_left_out_and_types_are_noted() -> None:
         x.bfloat16() + 1
     assert torch.equal(once, again)
     assert random.dtypes >= {torch.float32, torch.bfloat16}
+
+
+def test_in_backward_only_what_checkpoints_call_again_is_seen() -> None:
+    weight = torch.ones(4, requires_grad=True)
+
+    def drawn(x: Tensor) -> Tensor:
+        return x * weight * torch.rand_like(x) + F.dropout(x, 0.5)
+
+    draws, random = [], ConstantRandom()
+    with random:
+        loss = checkpoint(drawn, torch.ones(4), use_reentrant=False).sum()
+    seen = ConstantRandom.__torch_dispatch__
+
+    def noted(mode: ConstantRandom, func: Any, *rest: Any) -> Any:
+        draws.append(func.overloadpacket.__name__)
+        return seen(mode, func, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, random.in_backward():
+        patch.setattr(ConstantRandom, "__torch_dispatch__", noted)
+        loss.backward()
+    assert "rand_like" in draws
+    assert "expand" not in draws  # autograd's own, of the sum
+    assert weight.grad is not None
+    assert len(weight.grad.unique()) == 1

@@ -24,6 +24,7 @@ from daf.profiling.replay_proof import (
     LEAST_MS,
     MOST_STEPS,
     PASS_STEPS,
+    ProofLimits,
     _candidates,
     _judged_by_kind,
     _kind,
@@ -190,7 +191,7 @@ def test_kinds_are_classes_with_their_options_not_their_numbers() -> None:
         return made
 
     alike = [layer(), layer(lambda m: setattr(m, "keep", 0.75))]
-    assert _kind(alike[0]) == _kind(alike[1])
+    assert _kind(alike[0], {}) == _kind(alike[1], {})
     others = [
         layer(kind="generator"),
         layer(lambda m: m.eval()),
@@ -199,7 +200,21 @@ def test_kinds_are_classes_with_their_options_not_their_numbers() -> None:
         layer(lambda m: m.norm.register_forward_hook(lambda *_: None)),
         layer(lambda m: setattr(m, "is_last", True)),
     ]
-    assert all(_kind(other) != _kind(alike[0]) for other in others)
+    assert all(_kind(other, {}) != _kind(alike[0], {}) for other in others)
+
+
+def test_no_pass_is_watched_for_modules_whose_second_run_would_come_too_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replay_proof.time, "thread_time", lambda: 0.0)
+    trials = replay_proof._Trials(nn.Identity(), lambda: None, ProofLimits(None, 30.0), {})
+    trials._pass_ms = 10.0
+    assert trials.in_time({"large": 25.0, "small": 12.0, "later": 8.0, "tiny": 2.0}) == [
+        "small",
+        "tiny",
+    ]
+    assert trials.in_time({"large": 25.0}) == []
+    assert trials.run([], 1.0) == []
 
 
 def test_equal_layers_are_tried_before_what_is_nearly_the_whole_model() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from daf.torch_compat.dispatch_mode import DispatchMode
+from daf.torch_compat.operator_mode import OperatorMode
 
 _GOLDEN = 0.6180339887498949  # multiples of it spread evenly, so that loops over draws end
 
@@ -27,6 +28,20 @@ class ConstantRandom(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtypes: set[torch.dtype] = set()
         self._draws = 0
+
+    def in_backward(self) -> OperatorMode:
+        """Return a mode for a backward pass, where only what Python calls draws.
+
+        That is what checkpoints run again. Operators of autograd's own draw nothing; looking at
+        each of them would take as long as a small pass itself.
+        """
+        return OperatorMode(self._run)
+
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        with self:
+            return function(*args, **kwargs)
 
     def __torch_dispatch__(
         self,

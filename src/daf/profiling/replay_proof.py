@@ -8,7 +8,7 @@ same code and options. What is not proven is not offered; the reason stays in th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from daf.recompute.proof import NO_ROOM, NO_TIME, ReplayProof
-from daf.saved_tensors.observation import NO_CALL, Observation
+from daf.saved_tensors.observation import NO_CALL, ModuleCall, Observation
 
 # Of a plain step's time, for batches of LEAST_EXAMPLES and more; smaller ones have longer.
 MOST_STEPS = 0.2
@@ -54,15 +54,17 @@ def prove_replays(
     ``forward`` runs the model and the loss on the examples of the observation.
     """
     parts, nearly_whole = _candidates(observation)
-    kinds = {path: _kind(model.get_submodule(path)) for path in (*parts, *nearly_whole)}
+    known: dict[nn.Module, tuple[Any, ...]] = {}
+    kinds = {path: _kind(model.get_submodule(path), known) for path in (*parts, *nearly_whole)}
     firsts = [*{kinds[path]: path for path in reversed(parts)}.values()][::-1]
     trials = _Trials(model, forward, limits, dict.fromkeys(kinds, NO_TIME))
     left, tried = firsts, len(kinds) + 1
     while left and len(left) < tried:
         tried = len(left)
         left = trials.run(left, GRACE)
+    taken_ms = _forward_ms(observation.calls)
     rest = [path for path in kinds if path not in set(firsts)]
-    trials.run(rest[: trials.most_calls()], 1.0)
+    trials.run(trials.in_time({path: taken_ms[path] for path in rest}), 1.0)
     return _judged_by_kind(kinds, trials.refusals)
 
 
@@ -104,10 +106,18 @@ class _Trials:
         self.refusals |= found
         return [path for path in paths if found.get(path) == NO_ROOM]
 
-    def most_calls(self) -> int:
-        """Return how many modules can be tried in one more pass within the limit."""
-        passed_ms = 1000 * (time.thread_time() - self._start_s)
-        return max(0, int((self._limits.most_ms - passed_ms - self._pass_ms) / 2 / _CALL_MS))
+    def in_time(self, taken_ms: Mapping[str, float]) -> list[str]:
+        """Return those of the modules whose second runs end within the limit, after one more pass.
+
+        ``taken_ms``: by path, of a module's calls in a pass.
+        """
+        left_ms = self._limits.most_ms - 1000 * (time.thread_time() - self._start_s) - self._pass_ms
+        found = []
+        for path, each_ms in taken_ms.items():
+            if each_ms + 2 * _CALL_MS <= left_ms:
+                left_ms -= each_ms + 2 * _CALL_MS
+                found.append(path)
+        return found
 
 
 def refuse_replays(observations: Sequence[Observation], refusals: Mapping[str, str]) -> None:
@@ -130,18 +140,16 @@ def _judged_by_kind(kinds: Mapping[str, Hashable], found: Mapping[str, str]) -> 
     return refusals
 
 
-def _kind(module: nn.Module) -> Hashable:
-    """Return what modules share that run the same code: numbers count as something or nothing."""
-    return tuple(
-        (
-            name,
-            type(part),
-            part.training,
-            len(part._forward_hooks),
-            *map(_option, vars(part).items()),
-        )
-        for name, part in module.named_modules()
-    )
+def _kind(module: nn.Module, known: dict[nn.Module, tuple[Any, ...]]) -> Hashable:
+    """Return what modules share that run the same code: numbers count as something or nothing.
+
+    ``known``: the same of single modules, those that are found here included.
+    """
+    for part in module.modules():
+        if part not in known:
+            options = map(_option, vars(part).items())
+            known[part] = (type(part), part.training, len(part._forward_hooks), *options)
+    return tuple((name, known[part]) for name, part in module.named_modules())
 
 
 def _option(entry: tuple[str, Any]) -> Hashable:
@@ -161,12 +169,18 @@ def _candidates(observation: Observation) -> tuple[list[str], list[str]]:
     for place in range(len(calls) - 1, -1, -1):  # callers come before what they call
         if place in saving and calls[place].parent != NO_CALL:
             saving.add(calls[place].parent)
-    found: dict[str, float] = {}
-    for place, call in enumerate(calls):
-        if call.parent != NO_CALL and place in saving:
-            found[call.module] = found.get(call.module, 0.0) + call.forward_ms
+    inside = (call for place, call in enumerate(calls) if place in saving)
+    found = _forward_ms(call for call in inside if call.parent != NO_CALL)
     refused = {call.module for call in calls if not call.replayable}
     half = sum(call.forward_ms for call in calls if call.parent == NO_CALL) / 2
     order = sorted(found.keys() - refused, key=lambda path: (-found[path], path))
     parts = [path for path in order if found[path] <= half]
     return parts, [path for path in order if found[path] > half]
+
+
+def _forward_ms(calls: Iterable[ModuleCall]) -> dict[str, float]:
+    """Return by path how long the observed calls of each module took."""
+    found: dict[str, float] = {}
+    for call in calls:
+        found[call.module] = found.get(call.module, 0.0) + call.forward_ms
+    return found

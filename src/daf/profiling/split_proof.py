@@ -22,15 +22,10 @@ from daf.profiling.constant_random import ConstantRandom
 from daf.profiling.terse_saves import terse_saves
 from daf.step.batch_cut import BatchCut
 from daf.step.loss_weights import LossWeights, PartWeights, Weighing, parameter_names
-from daf.step.microbatch import (
-    LossFunction,
-    WeightedLoss,
-    drop_gradients,
-    read_loss,
-    scale_gradients,
-)
+from daf.step.microbatch import LossFunction, WeightedLoss, drop_gradients, read_loss
 from daf.step.parameter_writes import ParameterWrites
 from daf.step.state_snapshot import StateSnapshot
+from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.compiler_stance import eagerly
 from daf.torch_compat.modules import AnyBatchNorm
 from daf.torch_compat.pytree import tensors_inside
@@ -125,14 +120,16 @@ class SplitProof:
         for start, stop in ((0, middle), (middle, examples)):
             self._snapshot.restore_random()
             part, size = cut.take(batch, start, stop), stop - start
-            with self._constantly():
-                loss, operators = self._forward(part, size, 0 if start else disturbed)
+            with self._constantly() as random:
+                with random:
+                    loss, operators = self._forward(part, size, 0 if start else disturbed)
                 divisors = operators.divisors
                 has_divisors = has_divisors or bool(divisors and not loss.is_sum)
                 unweighed += 0.0 if loss.is_sum else loss.total.item()
                 loss = weights.weighed(loss, divisors)
                 total = loss.total if loss.is_sum else loss.total * float(loss.weight)
-                total.backward()  # type: ignore[no-untyped-call]
+                with random.in_backward():
+                    total.backward()  # type: ignore[no-untyped-call]
             joined, weight = joined + total.item(), weight + float(loss.weight)
         try:
             if has_divisors:
@@ -141,16 +138,19 @@ class SplitProof:
             return _Trial(str(error), has_divisors)
         if not weight:
             return _Trial("its loss weighs nothing on a few examples", has_divisors)
-        written, lengths = self._buffers(), self._lengths() / weight
-        scale_gradients([*self._model.parameters()], -1.0 / weight)
+        written, lengths = self._buffers(), self._lengths()
         self._snapshot.restore()
-        with self._constantly():
-            loss, operators = self._forward(batch, examples, disturbed)
-            mean = loss.mean
-            mean.backward()  # type: ignore[no-untyped-call]
+        with self._constantly() as random:
+            with random:
+                loss, operators = self._forward(batch, examples, disturbed)
+            mean = loss.mean.item()
+            # The whole's gradient is weighed as the sum is, which would else be read once more.
+            share = weight / (float(loss.weight) or math.nan) if loss.is_sum else weight
+            with random.in_backward():
+                loss.total.backward(torch.full_like(loss.total, -share))  # type: ignore[no-untyped-call]
         refusal = _different_buffer(self._buffers(), written)
-        refusal = refusal or self._apart(lengths, mean.item(), joined / weight, examples)
-        adds_up = math.isclose(unweighed, mean.item(), rel_tol=self._tolerance()[0])
+        refusal = refusal or self._apart(lengths, mean, joined / weight, examples)
+        adds_up = math.isclose(unweighed, mean, rel_tol=self._tolerance()[0])
         tells_apart = not (operators.has_too_few and weights.has_like_shares())
         return _Trial(refusal, has_divisors, adds_up, tells_apart)
 
@@ -171,10 +171,11 @@ class SplitProof:
         return terse_saves(stays) if self.is_terse else nullcontext()
 
     @contextmanager
-    def _constantly(self) -> Iterator[None]:
-        """Run one pass inside, backward too: checkpoints run again there."""
-        with torch.enable_grad(), eagerly(), ConstantRandom() as random:
-            yield
+    def _constantly(self) -> Iterator[ConstantRandom]:
+        """Run one pass inside; what is yielded draws in it, backward too."""
+        random = ConstantRandom()
+        with torch.enable_grad(), eagerly():
+            yield random
         self._dtypes |= random.dtypes
 
     def _apart(self, lengths: Tensor, whole: float, joined: float, examples: int) -> str:
@@ -197,8 +198,8 @@ class SplitProof:
 
     def _lengths(self) -> Tensor:
         """Return the length of every parameter's gradient: (parameters,) float64."""
-        found = [_length(each.grad) for each in self._model.parameters()]
-        return torch.tensor(found, dtype=torch.float64)
+        with without_torch_function():
+            return torch.stack([*map(_length, self._model.parameters())]).cpu()
 
     def _tolerance(self) -> tuple[float, float]:
         narrow = [_TOLERANCE[each] for each in self._dtypes if each in _TOLERANCE]
@@ -233,12 +234,15 @@ def _middle(examples: int, least: int) -> int:
     return min(odd or sizes, key=lambda size: abs(3 * size - 2 * examples))
 
 
-def _length(gradient: Tensor | None) -> float:
+def _length(parameter: Tensor) -> Tensor:
+    """Return the length of a parameter's gradient, float64."""
+    gradient = parameter.grad
     if gradient is None:
-        return 0.0
+        return torch.zeros((), dtype=torch.float64, device=parameter.device)
     dense = gradient if gradient.layout is torch.strided else gradient.coalesce().values()
     wide = torch.promote_types(dense.dtype, torch.float32)
-    return float(torch.linalg.vector_norm(dense.detach(), dtype=wide))
+    found: Tensor = torch.linalg.vector_norm(dense.detach(), dtype=wide)
+    return found.double()
 
 
 def _different_buffer(whole: dict[str, Tensor], parts: dict[str, Tensor]) -> str:

@@ -150,7 +150,9 @@ class ReplayProof:
     def run_again(self) -> Mapping[str, str]:
         """Run every call again; return why modules (by path) must not be replayed."""
         self._calls.sort(key=lambda call: -self._order[call.path])
-        elsewhere, own = state_elsewhere(self._model), _ModelState(self._model)
+        elsewhere = state_elsewhere(self._model)
+        with without_torch_function():
+            own = _ModelState(self._model)
         while self._calls:
             call = self._calls.pop()
             if call.path not in self._refusals:
@@ -161,7 +163,9 @@ class ReplayProof:
                     reason = reason or _TRACES
                 if reason:
                     self._refusals[call.path] = reason
-        if own.has_changed():  # by which call, nobody noted
+        with without_torch_function():
+            has_changed = own.has_changed()
+        if has_changed:  # by which call, nobody noted
             self._refusals = dict.fromkeys(self._order, _TRACES) | self._refusals
         return self._refusals
 
@@ -174,9 +178,10 @@ class ReplayProof:
                 result = call.forward(*arguments, **keywords)
         except Exception as error:  # a module's own, which the first run did not raise
             return f"called again from the same state, it raised {type(error).__name__}: {error}"
-        if not _are_alike(call.saves, saves.since(0)):
-            return _OTHER_SAVES
-        return "" if _are_alike(call.results, _all_of(result)) else _OTHER_RESULT
+        with without_torch_function():
+            if not _are_alike(call.saves, saves.since(0)):
+                return _OTHER_SAVES
+            return "" if _are_alike(call.results, _all_of(result)) else _OTHER_RESULT
 
 
 class _ModelState:
