@@ -176,3 +176,22 @@ def test_at_the_budget_planes_go_before_the_step_is_refused() -> None:
     assert least_refused
     assert evicted[max(evicted)] == 0
     assert evicted[min(evicted)] > 10**6
+
+
+@needs_limit
+def test_pages_that_the_budget_refuses_are_the_budget_s_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with session_for(network(), "8GB") as session:
+        session.step(images(), cross_entropy)
+        hopeless = process_memory.resident_bytes() + 8 * 10**6
+
+        def run(*_: Any, **__: Any) -> float:
+            session.budget = hopeless
+            pool_of(session).allocate_planes(2**30, 1)  # 128 MB
+            return 0.0
+
+        monkeypatch.setattr(session._runner.retries.gradient, "run", run)
+        with pytest.raises(BudgetError, match="needs at least") as caught:
+            session.step(images(), cross_entropy)
+    assert (caught.value.least_bytes or 0) > hopeless

@@ -101,6 +101,7 @@ class StepRetries:
         fallen_back = len(self.capture.fallen_back())
         chances = MOST_CHANCES
         while True:
+            refusals = self.keeper.refusals()
             self.capture.bound_spilling(self.plan_controller.bound(plan))
             try:
                 found = self._attempt(context, plan, snapshot, planned=is_planned)
@@ -130,10 +131,11 @@ class StepRetries:
             if chances and self.plan_controller.has_room_again(plan):
                 chances -= 1
                 continue
+            is_capped = isinstance(found, PoolFullError) and self.keeper.refusals() == refusals
             tighter = self.plan_controller.tighter(plan) if is_planned else None
             if tighter is None:
                 refusal = self.plan_controller.refusal()
-                if not is_planned or refusal is None or isinstance(found, PoolFullError):
+                if not is_planned or refusal is None or is_capped:
                     raise found
                 raise refusal from found
             plan = tighter
@@ -159,9 +161,7 @@ class StepRetries:
                 return self.gradient.run(
                     context, plan, snapshot, planned=planned, needed_bytes=needed_bytes
                 )
-        except PoolFullError as error:
-            return _bare(error)
-        except (SplitError, FusionError) as error:
+        except (PoolFullError, SplitError, FusionError) as error:
             return _bare(error)
         except _BY_DEFERRING as error:
             if not self.capture.stop_deferring(f"a step that deferred it failed: {error}"):
