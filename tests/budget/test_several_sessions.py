@@ -380,8 +380,9 @@ def test_what_is_swapped_out_counts_and_is_reported(monkeypatch: pytest.MonkeyPa
     with session_for("8GB") as session:
         before, own = session.held_bytes(), process_memory._own_bytes
 
-        def swapped(*fields: str) -> int:
-            return own(*fields) + 123 * MB * fields.count("VmSwap")
+        def swapped(*fields: str) -> list[int]:
+            found = zip(fields, own(*fields), strict=True)
+            return [123 * MB if field == "VmSwap" else each for field, each in found]
 
         monkeypatch.setattr(process_memory, "_own_bytes", swapped)
         assert session.held_bytes() - before == pytest.approx(123 * MB, abs=20 * MB)

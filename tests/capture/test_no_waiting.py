@@ -18,6 +18,7 @@ from daf.core.errors import NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Policy, plain_policy, policy_for
 from daf.memory.process_limit import MemoryKeeper
+from daf.recompute.python_state import Surroundings
 from daf.session.session import Session
 from daf.step import gradient
 from daf.step.context import StepContext
@@ -97,7 +98,7 @@ class Steps:
         plan = Plan(self.policy, micro_batch, predicted_peak_bytes=0)
         context = StepContext.of(self.model, batch, loss_fn, index=3)
         context.choose(SplitChoice(likely_cut(batch)))
-        snapshot = StepSnapshot(self.model)
+        snapshot = StepSnapshot(Surroundings.of(self.model))
         return self.gradient.run(context, plan, snapshot, planned=False)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from daf import Session
 from daf.memory import process_memory
@@ -84,3 +85,25 @@ def test_labels_that_stop_counting_leave_the_whole_gradient(loss: Loss) -> None:
     assert report.loss == pytest.approx(loss(asked, (x, less)).item(), rel=1e-6)
     for parameter, gradient in zip(asked.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+class Checkpointed(nn.Module):
+    """Runs a part again in backward, which drops half: by PyTorch's function, or in a script."""
+
+    def __init__(self, is_scripted: bool) -> None:
+        super().__init__()
+        inner = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5))
+        self.inner = torch.jit.script(inner) if is_scripted else inner
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(checkpoint(self.inner, self.first(x), use_reentrant=True))
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("is_scripted", [False, True])
+def test_what_a_checkpoint_draws_again_in_backward_is_constant_too(is_scripted: bool) -> None:
+    whole = batch()
+    proof = SplitProof(Checkpointed(is_scripted), mean, statistics=True)
+    assert proof.run(whole, next(possible_cuts(whole)), 4)[1] == ""

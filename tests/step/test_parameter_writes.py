@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.core.errors import CommittedStepError, FusionError
+from daf.recompute.python_state import Surroundings
 from daf.session.session import Session
 from daf.step.state_snapshot import StepSnapshot, preserved_state
 
@@ -161,7 +162,7 @@ def test_states_that_a_loss_carries_move_once_a_step() -> None:
 @pytest.mark.parametrize("follow", [lerp, replaced])
 def test_a_step_that_moved_a_teacher_is_not_run_again(follow: Callable[..., None]) -> None:
     model = Distilled(follow)
-    snapshot = StepSnapshot(model, loss_of)
+    snapshot = StepSnapshot(Surroundings.of(model, loss_of))
     snapshot.check_parameters()
     loss_of(model, torch.randn(4, 8))
     snapshot.restore()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from daf.recompute.python_state import Surroundings
 from daf.step.state_snapshot import StepSnapshot, preserved_state
 
 pytestmark = pytest.mark.smoke
@@ -67,7 +68,7 @@ def test_a_step_that_is_tried_again_holds_no_tensors() -> None:
     model(torch.ones(2, 4))
     held = torch.ones(1, requires_grad=True) * 1
     model.seen.append(held)  # type: ignore[arg-type] - what holds a graph is left alone
-    snapshot = StepSnapshot(model)
+    snapshot = StepSnapshot(Surroundings.of(model))
     expected = model.draws()
     last = weakref.ref(model.last)
     model(torch.ones(2, 4))

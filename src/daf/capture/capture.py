@@ -261,7 +261,7 @@ class Capture:
     def stats(self) -> CaptureStats:
         """Bytes that plain PyTorch would hold and that are held, now and at peak over the step."""
         ledger, evictions = self._state.ledger, self._state.evictions
-        evictions.collect()
+        evicted_bytes = evictions.collect()
         self._spill.reap()
         host = self.host
         return CaptureStats(
@@ -271,7 +271,7 @@ class Capture:
             held_peak_bytes=ledger.held_peak_bytes,
             sites=sum(1 for _ in self._state.tracker.used()),
             evicted_planes=evictions.planes,
-            evicted_bytes=evictions.nbytes,
+            evicted_bytes=evicted_bytes,
             spilled_bytes=self._spill.stored_bytes + (host.stored_bytes if host else 0),
             spilled_peak_bytes=self._spill.stored_peak_bytes
             + (host.stored_peak_bytes if host else 0),

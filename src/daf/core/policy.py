@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
 from types import MappingProxyType
 
 
@@ -152,6 +153,7 @@ _EXACT = {
 DERIVED = {Need.LINEAR: Treatment(Method.REDERIVE)}  # exact if all that it is derived from is
 
 
+@cache
 def plain_policy() -> Policy:
     """Return the policy that keeps every saved tensor, as PyTorch does."""
     return Policy("plain", MappingProxyType({}), rederive=False)

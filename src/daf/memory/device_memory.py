@@ -80,10 +80,6 @@ class DeviceMemory:
         """Return the bytes reserved now."""
         return int(self._backend.memory_reserved(self.device))
 
-    def swapped_bytes(self) -> int:
-        """Return 0: nothing of a device is swapped out."""
-        return 0
-
     def account_bytes(self) -> int:
         """Return the same: all of it is the allocator's."""
         return self.held_bytes()
@@ -91,6 +87,10 @@ class DeviceMemory:
     def peak_bytes(self) -> int:
         """Return the most bytes reserved since ``reset_peak``."""
         return max(self._highest_bytes, int(self._backend.max_memory_reserved(self.device)))
+
+    def peak_and_swapped_bytes(self) -> tuple[int, int]:
+        """Return it and 0: nothing of a device is swapped out."""
+        return self.peak_bytes(), 0
 
     def reset_peak(self) -> None:
         """Start a new peak."""

@@ -26,14 +26,15 @@ class MemoryDomain(Protocol):
     def held_bytes(self) -> int:
         """Return the bytes held now, cached blocks included."""
 
-    def swapped_bytes(self) -> int:
-        """Return the part that the system has swapped out."""
-
     def account_bytes(self) -> int:
         """Return the part that a bounded allocator holds; the rest grows by itself."""
 
     def peak_bytes(self) -> int:
         """Return the most bytes held since ``reset_peak``."""
+
+    def peak_and_swapped_bytes(self) -> tuple[int, int]:
+        """Return the same, and the part of it that the system has swapped out by now."""
+        return self.peak_bytes(), 0
 
     def reset_peak(self) -> object:
         """Start a new peak."""
@@ -50,7 +51,7 @@ class ProcessMemory(MemoryDomain):
 
     name = "the process"
     held_bytes = staticmethod(process_memory.taken_bytes)
-    swapped_bytes = staticmethod(process_memory.swapped_bytes)
+    peak_and_swapped_bytes = staticmethod(process_memory.peak_and_swapped_bytes)
     peak_bytes = staticmethod(process_memory.peak_bytes)
     reset_peak = staticmethod(process_memory.reset_peak)
     meter = staticmethod(account_meter.open_meter)

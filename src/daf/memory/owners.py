@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -55,11 +55,6 @@ class Claim:
     overrun_bytes: int = 0
     missing_bytes: int = 0
     owner: weakref.ref[object] | None = None  # the claim ends with it
-
-    @property
-    def is_orphaned(self) -> bool:
-        """True if its owner was collected."""
-        return self.owner is not None and self.owner() is None
 
 
 class Owners:
@@ -110,8 +105,9 @@ class Owners:
             done = 0
             while done != self._changes:  # a collection in here may end claims
                 done = self._changes
-                for claim in [*self._claims]:
-                    if claim.is_orphaned:
+                claims = [*self._claims]
+                for claim in claims:
+                    if claim.owner is not None and claim.owner() is None:  # it was collected
                         self._claims.pop(claim, None)
                 self._apply([*self._claims])
 
@@ -126,19 +122,23 @@ class Owners:
         self.settle()
 
     def _apply(self, claims: list[Claim]) -> None:
-        redirects = any(claim.redirects for claim in claims)
+        redirects = returns = False
+        cap: int | None = None
+        expected: int | None = None
+        for claim in claims:  # with each step, so that it takes a microsecond
+            redirects, returns = redirects or claim.redirects, returns or claim.returns_freed_blocks
+            cap, expected = _less(cap, claim.cap_bytes), _less(expected, claim.expected_bytes)
         if redirects and not native.is_installed():
             problem = native.install()
             if problem:
                 raise cannot_redirect(problem)
         elif redirects:
             self.redirect_imported()
-        native.set_cap(_least(claim.cap_bytes for claim in claims))
-        expected = _least(claim.expected_bytes for claim in claims)
+        native.set_cap(cap)
         limit = _limit_of(claims)
-        native.set_limit(None if limit is None else _least((limit, expected)))
+        native.set_limit(None if limit is None else _less(limit, expected))
         native.set_reclaim(self._make_room if redirects else None)
-        glibc.return_freed_blocks(any(claim.returns_freed_blocks for claim in claims))
+        glibc.return_freed_blocks(returns)
         if not redirects and native.is_installed():
             native.remove()
 
@@ -204,14 +204,19 @@ def cannot_redirect(problem: str) -> PlatformError:
 
 def _limit_of(claims: list[Claim]) -> int | None:
     """Return the limit of all; None: no limit, or one that is lifted."""
-    limit = _least(claim.limit_bytes for claim in claims)
-    if limit is None or any(claim.lifted for claim in claims):
-        return None
-    return limit + sum(claim.overrun_bytes for claim in claims)
+    limit, overrun = None, 0
+    for claim in claims:
+        if claim.lifted:
+            return None
+        limit, overrun = _less(limit, claim.limit_bytes), overrun + claim.overrun_bytes
+    return None if limit is None else limit + overrun
 
 
-def _least(values: Iterable[int | None]) -> int | None:
-    return min((value for value in values if value is not None), default=None)
+def _less(one: int | None, other: int | None) -> int | None:
+    """Return the lesser of two; None: no bound."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
 
 
 owners = Owners()  # of this process

@@ -12,7 +12,7 @@ from daf.core.units import format_bytes
 from daf.memory import glibc, process_memory
 from daf.memory.keeper import GiveBack, Keeper
 from daf.memory.owners import Claim, account_lock, owners
-from daf.memory.recycling_allocator import limit_for_process, unsupported_reason
+from daf.memory.recycling_allocator import beside_account, limit_for_process, unsupported_reason
 from daf.memory.statistics import audit, stats
 
 # What may grow beside the account during one step: Python objects, code that oneDNN generates.
@@ -124,18 +124,22 @@ class MemoryKeeper(Keeper):
                 return
             self._claim.budget_bytes = budget_bytes
             self._claim.spare_bytes = self.spare_more_bytes
+            other_bytes = beside_account()
             for claim in owners.living():
                 claim.must_finish, claim.overrun_bytes = False, 0
-                _set_limit(claim)
-            self.expect(expected_bytes)
+                _set_limit(claim, other_bytes)
+            self._expect(expected_bytes, other_bytes)
 
     def expect(self, expected_bytes: int) -> None:
         """Keep freed blocks up to this; the bound stays. Does nothing without one."""
         with account_lock:
-            budget_bytes = self._claim.budget_bytes
-            if self.recycles and budget_bytes is not None:
-                self._claim.expected_bytes = _account_limit(expected_bytes, budget_bytes)
-                owners.settle()
+            if self.recycles and self._claim.budget_bytes is not None:
+                self._expect(expected_bytes, beside_account())
+
+    def _expect(self, expected_bytes: int, other_bytes: int) -> None:
+        spare_bytes = _spare_bytes(self._claim.budget_bytes or 0)
+        self._claim.expected_bytes = max(0, expected_bytes - other_bytes - spare_bytes)
+        owners.settle()
 
     def follow_growth(self) -> bool:
         """Lower the limit by what the rest of the process grew beyond its spare; True if near.
@@ -177,7 +181,7 @@ class MemoryKeeper(Keeper):
             over_bytes = process_memory.taken_bytes() - budget_bytes
             if self.recycles and claim.budget_bytes is not None:
                 claim.budget_bytes, claim.spare_bytes = budget_bytes, self.spare_more_bytes
-                limit_bytes = _set_limit(claim)
+                limit_bytes = _set_limit(claim, beside_account())
                 owners.settle()
                 over_bytes = stats()["held_bytes.current"] - limit_bytes
             return self._give_back(over_bytes) if over_bytes > 0 else 0
@@ -206,11 +210,14 @@ def _words(*, recycles: bool) -> list[str]:
     return found
 
 
-def _set_limit(claim: Claim) -> int:
-    """Compute the account's limit from the claim's budget, if it has one; return it."""
+def _set_limit(claim: Claim, other_bytes: int) -> int:
+    """Compute the account's limit from the claim's budget, if it has one; return it.
+
+    ``other_bytes``: of the process beside the account.
+    """
     if claim.budget_bytes is not None:
-        limit_bytes = _account_limit(claim.budget_bytes, claim.budget_bytes)
-        claim.limit_bytes = max(0, limit_bytes - claim.spare_bytes)
+        spare_bytes = _spare_bytes(claim.budget_bytes) + claim.spare_bytes
+        claim.limit_bytes = max(0, claim.budget_bytes - other_bytes - spare_bytes)
     return claim.limit_bytes or 0
 
 
@@ -224,10 +231,6 @@ def _limit_by_pages(claim: Claim) -> int | None:
     glibc.return_free_memory()
     spare_bytes = _spare_bytes(claim.budget_bytes) + claim.spare_bytes
     return max(0, claim.budget_bytes - audit().rest_bytes - spare_bytes)
-
-
-def _account_limit(process_bytes: int, budget_bytes: int) -> int:
-    return limit_for_process(process_bytes, _spare_bytes(budget_bytes))
 
 
 def _spare_bytes(budget_bytes: int) -> int:

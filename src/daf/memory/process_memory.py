@@ -26,17 +26,16 @@ _MOST_READ = 1 << 14
 _RESET_PEAK_COMMAND = b"5"  # proc(5): reset the peak resident set size
 
 
-def field_bytes(path: Path, *fields: str) -> int:
-    """Return the sum of fields of a file of ``/proc`` that counts KiB; OSError if one lacks."""
-    content = path.read_bytes()
-    return sum(_field_bytes(content, field, path) for field in fields)
+def field_bytes(path: Path, field: str) -> int:
+    """Return a field of a file of ``/proc`` that counts KiB; OSError if it lacks."""
+    return _field_bytes(path.read_bytes(), field, path)
 
 
 def _field_bytes(content: bytes, field: str, path: Path) -> int:
-    _, _, found = (b"\n" + content).partition(f"\n{field}:".encode())
-    if not found:
+    start = content.find(f"\n{field}:".encode())  # the first line is no field of bytes
+    if start < 0:
         raise OSError(f"{path} has no field {field}")
-    return int(found.split(None, 1)[0]) * 1024
+    return int(content[start + len(field) + 2 : content.index(b"kB", start)]) * 1024
 
 
 @lru_cache(maxsize=1)
@@ -45,12 +44,14 @@ def _open_status(_process: int) -> int:
     return os.open(_STATUS, os.O_RDONLY)
 
 
-def _own_bytes(*fields: str) -> int:
+def _own_bytes(*fields: str) -> list[int]:
+    """Return fields of this process's status at one moment."""
     try:
         content = os.pread(_open_status(os.getpid()), _MOST_READ, 0)
-        return sum(_field_bytes(content, field, _STATUS) for field in fields)
+        return [_field_bytes(content, field, _STATUS) for field in fields]
     except OSError:
-        found = field_bytes(_STATUS, *fields)  # raises again if there is no such field
+        content = _STATUS.read_bytes()
+        found = [_field_bytes(content, field, _STATUS) for field in fields]  # raises again if none
         _open_status.cache_clear()  # else somebody closed all descriptors
         return found
 
@@ -58,21 +59,13 @@ def _own_bytes(*fields: str) -> int:
 def resident_bytes() -> int:
     """Return this process's resident bytes."""
     if _HAS_STATUS:
-        return _own_bytes("VmRSS")
+        return _own_bytes("VmRSS")[0]
     return int(psutil.Process().memory_info().rss)
-
-
-def swapped_bytes() -> int:
-    """Return this process's bytes that the system has swapped out; 0 where that is not reported."""
-    try:
-        return _own_bytes("VmSwap")
-    except OSError:
-        return 0
 
 
 def taken_bytes() -> int:
     """Return the resident and the swapped bytes: what a budget bounds."""
-    return _with_swapped("VmRSS") if _HAS_STATUS else resident_bytes()
+    return sum(_with_swapped("VmRSS")) if _HAS_STATUS else resident_bytes()
 
 
 def peak_is_exact() -> bool:
@@ -85,22 +78,29 @@ def peak_bytes() -> int:
 
     What is swapped out now is added: it was part of no resident peak for certain.
     """
+    return peak_and_swapped_bytes()[0]
+
+
+def peak_and_swapped_bytes() -> tuple[int, int]:
+    """Return ``peak_bytes``, and how much the system has swapped out; 0 where it does not say."""
     if not _HAS_STATUS:
-        return resident_bytes()
-    return _with_swapped("VmHWM")
+        return resident_bytes(), 0
+    peak, swapped = _with_swapped("VmHWM")
+    return peak + swapped, swapped
 
 
-def _with_swapped(field: str) -> int:
+def _with_swapped(field: str) -> list[int]:
     try:
         return _own_bytes(field, "VmSwap")
     except OSError:  # the system does not report what it swaps
-        return _own_bytes(field)
+        return [*_own_bytes(field), 0]
 
 
 def reset_peak() -> bool:
     """Start a new high-water mark; False where the system does not permit that."""
     try:  # opened anew: a kept descriptor may be somebody else's file by now
-        _CLEAR_REFERENCES.write_bytes(_RESET_PEAK_COMMAND)
+        with _CLEAR_REFERENCES.open("wb", buffering=0) as file:
+            file.write(_RESET_PEAK_COMMAND)
     except OSError:
         return False
     return True

@@ -102,9 +102,13 @@ class RecyclingAllocator:
 
 def limit_for_process(budget_bytes: int, spare_bytes: int = 0) -> int:
     """Return the account's limit: the budget minus the rest of the process and its spare, or 0."""
+    return max(0, budget_bytes - beside_account() - spare_bytes)
+
+
+def beside_account() -> int:
+    """Return the process's bytes that the account does not hold."""
     held_bytes: int = native.statistics()["held_bytes.current"]
-    other_bytes = process_memory.taken_bytes() - held_bytes
-    return max(0, budget_bytes - other_bytes - spare_bytes)
+    return process_memory.taken_bytes() - held_bytes
 
 
 def _checked(what: str, count: int | None) -> int | None:

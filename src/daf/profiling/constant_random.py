@@ -35,13 +35,12 @@ class ConstantRandom(DispatchMode):
         That is what checkpoints run again. Operators of autograd's own draw nothing; looking at
         each of them would take as long as a small pass itself.
         """
-        return OperatorMode(self._run)
 
-    def _run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        with self:
-            return function(*args, **kwargs)
+        def run(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return OperatorMode(run)
 
     def __torch_dispatch__(
         self,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from daf.core.errors import SplitError
 from daf.profiling.constant_random import ConstantRandom
 from daf.profiling.terse_saves import terse_saves
+from daf.recompute.python_state import Surroundings
 from daf.step.batch_cut import BatchCut
 from daf.step.loss_weights import LossWeights, PartWeights, Weighing, parameter_names
 from daf.step.microbatch import LossFunction, WeightedLoss, drop_gradients, read_loss
@@ -65,7 +66,7 @@ class SplitProof:
         self._loss_fn = loss_fn
         self._statistics = statistics
         self.is_terse = is_terse
-        self._snapshot = StateSnapshot(model, loss_fn)
+        self._snapshot = StateSnapshot(Surroundings.of(model, loss_fn))
         self._dtypes: set[torch.dtype] = set()
         self.functions: set[str] = set()  # that ran in forward passes
 
@@ -120,15 +121,15 @@ class SplitProof:
         for start, stop in ((0, middle), (middle, examples)):
             self._snapshot.restore_random()
             part, size = cut.take(batch, start, stop), stop - start
-            with self._constantly() as random:
-                with random:
+            with self._constantly() as (forward, backward):
+                with forward:
                     loss, operators = self._forward(part, size, 0 if start else disturbed)
                 divisors = operators.divisors
                 has_divisors = has_divisors or bool(divisors and not loss.is_sum)
                 unweighed += 0.0 if loss.is_sum else loss.total.item()
                 loss = weights.weighed(loss, divisors)
                 total = loss.total if loss.is_sum else loss.total * float(loss.weight)
-                with random.in_backward():
+                with backward:
                     total.backward()  # type: ignore[no-untyped-call]
             joined, weight = joined + total.item(), weight + float(loss.weight)
         try:
@@ -140,13 +141,13 @@ class SplitProof:
             return _Trial("its loss weighs nothing on a few examples", has_divisors)
         written, lengths = self._buffers(), self._lengths()
         self._snapshot.restore()
-        with self._constantly() as random:
-            with random:
+        with self._constantly() as (forward, backward):
+            with forward:
                 loss, operators = self._forward(batch, examples, disturbed)
             mean = loss.mean.item()
             # The whole's gradient is weighed as the sum is, which would else be read once more.
             share = weight / (float(loss.weight) or math.nan) if loss.is_sum else weight
-            with random.in_backward():
+            with backward:
                 loss.total.backward(torch.full_like(loss.total, -share))  # type: ignore[no-untyped-call]
         refusal = _different_buffer(self._buffers(), written)
         refusal = refusal or self._apart(lengths, mean, joined / weight, examples)
@@ -171,11 +172,15 @@ class SplitProof:
         return terse_saves(stays) if self.is_terse else nullcontext()
 
     @contextmanager
-    def _constantly(self) -> Iterator[ConstantRandom]:
-        """Run one pass inside; what is yielded draws in it, backward too."""
+    def _constantly(self) -> Iterator[tuple[ConstantRandom, AbstractContextManager[object]]]:
+        """Run one pass inside; the modes yielded draw in its forward and its backward part.
+
+        Scripts call operators past Python, also where a checkpoint runs them again.
+        """
         random = ConstantRandom()
+        is_scripted = any(isinstance(e, torch.jit.ScriptModule) for e in self._model.modules())
         with torch.enable_grad(), eagerly():
-            yield random
+            yield random, random if is_scripted else random.in_backward()
         self._dtypes |= random.dtypes
 
     def _apart(self, lengths: Tensor, whole: float, joined: float, examples: int) -> str:

@@ -22,6 +22,7 @@ from daf.recompute.call_inputs import distinct_tensors
 from daf.recompute.module_tensors import ModuleTensors, Slot
 from daf.recompute.python_state import PythonState, Undo
 from daf.recompute.random_state import Generators, RandomState
+from daf.torch_compat.modules import modules_of
 
 Count = Callable[[int], Any]  # counts bytes for as long as what it returns lives
 # A call may write a buffer and leave its value (a mean of 0, again 0). Only in a small buffer can
@@ -50,7 +51,7 @@ class CallState:
         self._random: RandomState | None = generators.state(
             device for device in devices if device.type == "cuda"
         )
-        self._python: PythonState | None = PythonState(module, self._objects)
+        self._python: PythonState | None = PythonState(modules_of(module), self._objects)
         self._changes: list[Undo] = []
         self._buffers = list(_copies_of_buffers(module))
         self._maybe_written: list[tuple[nn.Module, str]] = []
@@ -123,7 +124,7 @@ class CallState:
 
     @contextmanager
     def _python_restored(self) -> Iterator[None]:
-        now = PythonState(self._module, self._objects)
+        now = PythonState(modules_of(self._module), self._objects)
         try:
             for change in self._changes:
                 change.undo()

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from daf.codecs.layout import is_dense
+from daf.torch_compat.autograd_graph import without_torch_function
 
 WHOLE_BYTES = 4096  # smaller tensors are read whole
 _LEAST_SAMPLE = 256
@@ -58,12 +59,14 @@ class Fingerprint(NamedTuple):
     @classmethod
     def sampled(cls, tensor: Tensor, place: int) -> Fingerprint:
         """Return a fingerprint of a sample; another ``place`` chooses other elements."""
-        return cls(Form.of(tensor), _content(tensor, place, whole=False))
+        with without_torch_function():
+            return cls(Form.of(tensor), _content(tensor, place, whole=False))
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Fingerprint:
         """Return a fingerprint of every element."""
-        return cls(Form.of(tensor), _content(tensor, 0, whole=True))
+        with without_torch_function():
+            return cls(Form.of(tensor), _content(tensor, 0, whole=True))
 
     def differs(self, other: Fingerprint) -> bool | Tensor:
         """Return whether contents differ that can be compared; on a device as a tensor."""

@@ -23,7 +23,7 @@ from daf.core.policy import Site
 from daf.recompute.call_inputs import HeldInput, Inputs, distinct_tensors
 from daf.recompute.call_state import CallState
 from daf.recompute.fingerprint import Fingerprint
-from daf.recompute.python_state import PythonState, state_elsewhere
+from daf.recompute.python_state import PythonState, Surroundings
 from daf.recompute.random_state import Generators
 from daf.recompute.replay import SAVE_WHAT_IS_UNDEFINED
 from daf.recompute.watched_forward import WatchedForward, devices_of, watched
@@ -32,6 +32,7 @@ from daf.saved_tensors.packed_tensor import Kept
 from daf.torch_compat.autograd_graph import pack_hook, storage_address, without_torch_function
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler_stance import eagerly
+from daf.torch_compat.modules import modules_of
 from daf.torch_compat.operator_mode import OperatorMode
 
 NO_ROOM = "the budget has no room to hold what it is given while that is tried"
@@ -150,9 +151,7 @@ class ReplayProof:
     def run_again(self) -> Mapping[str, str]:
         """Run every call again; return why modules (by path) must not be replayed."""
         self._calls.sort(key=lambda call: -self._order[call.path])
-        elsewhere = state_elsewhere(self._model)
-        with without_torch_function():
-            own = _ModelState(self._model)
+        elsewhere, own = Surroundings.of(self._model).state_elsewhere(), _ModelState(self._model)
         while self._calls:
             call = self._calls.pop()
             if call.path not in self._refusals:
@@ -163,9 +162,7 @@ class ReplayProof:
                     reason = reason or _TRACES
                 if reason:
                     self._refusals[call.path] = reason
-        with without_torch_function():
-            has_changed = own.has_changed()
-        if has_changed:  # by which call, nobody noted
+        if own.has_changed():  # by which call, nobody noted
             self._refusals = dict.fromkeys(self._order, _TRACES) | self._refusals
         return self._refusals
 
@@ -178,17 +175,16 @@ class ReplayProof:
                 result = call.forward(*arguments, **keywords)
         except Exception as error:  # a module's own, which the first run did not raise
             return f"called again from the same state, it raised {type(error).__name__}: {error}"
-        with without_torch_function():
-            if not _are_alike(call.saves, saves.since(0)):
-                return _OTHER_SAVES
-            return "" if _are_alike(call.results, _all_of(result)) else _OTHER_RESULT
+        if not _are_alike(call.saves, saves.since(0)):
+            return _OTHER_SAVES
+        return "" if _are_alike(call.results, _all_of(result)) else _OTHER_RESULT
 
 
 class _ModelState:
     """What a model keeps: in Python, parameters and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._python = PythonState(model)
+        self._python = PythonState(modules_of(model))
         self._tensors = [
             (each, Fingerprint.sampled(each, 0))
             for each in (*model.parameters(), *model.buffers())

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from daf.recompute.random_state import OwnGenerator
-from daf.torch_compat.modules import modules_of
+from daf.torch_compat.modules import modules_of, parameters_of
 
 _MISSING, _IGNORED = object(), object()
 # PyTorch's own entries, and those that whoever replaces a forward sets.
 _NOT_STATE = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 _UNCHANGING = frozenset({bool, int, float, str, bytes, tuple, type(None), torch.Size})
+_WITHOUT_GRAPH = _UNCHANGING | {dict, OrderedDict, set, list}
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _WITHOUT_STATE = (
     *(nn.Module, Tensor, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType),
@@ -70,7 +71,7 @@ Undo = Change | Contents | OwnGenerator
 
 
 class PythonState:
-    """What a module, its parts and other ``objects`` keep in Python now.
+    """What modules and other ``objects`` keep in Python now.
 
     ``holds_tensors`` False leaves alone what holds tensors with a graph, so that they are freed as
     without this. Containers of more than ``most_entries`` are left alone too.
@@ -78,7 +79,7 @@ class PythonState:
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Iterable[nn.Module],
         objects: Iterable[Any] = (),
         *,
         holds_tensors: bool = True,
@@ -91,23 +92,22 @@ class PythonState:
         self._seen: set[int] = set()
         self._holds_tensors = holds_tensors
         self._most_entries = most_entries
-        for part in modules_of(module):
+        for part in modules:
             space = vars(part)
+            names = () if _is_of_torch(type(part)) else space.keys() - _NOT_STATE
             self._spaces.append((space, self._held(space)))
-            if not _is_of_torch(type(part)):
-                for name in space.keys() - _NOT_STATE:
-                    if type(space[name]) not in _UNCHANGING:
-                        self._look(name, space[name], 0)
+            for name in names:
+                if type(space[name]) not in _UNCHANGING:
+                    self._look(name, space[name], 0)
         for each in objects:
             self._look(type(each).__name__, each, 0)
 
     def _held(self, space: dict[str, Any]) -> dict[str, Any]:
-        if self._holds_tensors:
-            return dict(space)
-        return {
-            name: _IGNORED if isinstance(value, Tensor) and value.grad_fn is not None else value
-            for name, value in space.items()
-        }
+        held = dict(space)
+        if not self._holds_tensors:
+            values = [each for each in held.items() if type(each[1]) not in _WITHOUT_GRAPH]
+            held |= {name: _IGNORED for name, value in values if _has_graph(value)}
+        return held
 
     def _look(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
@@ -180,25 +180,58 @@ class PythonState:
             change.undo()
 
 
-def named_elsewhere(module: nn.Module, function: Any = None) -> Iterator[Any]:
-    """Yield what a module's methods and hooks, those of its parts, and ``function`` name elsewhere.
+class Surroundings(NamedTuple):
+    """A model's modules and parameters now, and what they and a function name elsewhere.
 
     That is globals, what hooks and functions in attributes close over, and the objects whose
-    methods they are.
+    methods they are. One walk finds it all.
     """
+
+    model: nn.Module
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter]
+    named: list[Any]
+
+    @classmethod
+    def of(cls, model: nn.Module, function: Any = None) -> Surroundings:
+        """Walk over a model; ``function``: a loss, say."""
+        modules = modules_of(model)
+        parameters = parameters_of(model, modules)
+        return cls(model, modules, parameters, _named_elsewhere(modules, function))
+
+    def parameters_elsewhere(self) -> list[nn.Parameter]:
+        """Return the parameters of modules beside the model's that are named."""
+        modules = [each for each in self.named if isinstance(each, nn.Module)]
+        found = {id(each): each for module in modules for each in parameters_of(module)}
+        own = {id(each) for each in self.parameters} if found else ()
+        return [each for key, each in found.items() if key not in own]
+
+    def state_elsewhere(self, *, holds_tensors: bool = True) -> PythonState:
+        """Return the state of what is named elsewhere."""
+        modules = [each for each in self.named if isinstance(each, nn.Module)]
+        others = [part for each in modules if each not in self.modules for part in modules_of(each)]
+        return PythonState(
+            dict.fromkeys(others),
+            self.named,
+            holds_tensors=holds_tensors,
+            most_entries=_MOST_ENTRIES_ELSEWHERE,
+        )
+
+
+def _named_elsewhere(modules: list[nn.Module], function: Any) -> list[Any]:
     found = {id(value): value for value in _reached_by(function)}
-    for kind in {type(part) for part in modules_of(module)}:
-        for space, name in _globals_named(kind):  # type: ignore[arg-type]
+    for kind in {*map(type, modules)}:
+        for space, name in _globals_named(kind):
             found[id(space.get(name))] = space.get(name)
-    for part in modules_of(module):
+    for part in modules:
         space = vars(part)
-        own = [space.get("forward")] if _is_of_torch(type(part)) else space.values()
+        own = (space.get("forward"),) if _is_of_torch(type(part)) else space.values()
         functions: list[Any] = [each for each in own if isinstance(each, (FunctionType, partial))]
         functions += part._forward_pre_hooks.values()
         functions += part._forward_hooks.values()
         for function in functions:
             found |= {id(value): value for value in _reached_by(function)}
-    return iter(found.values())
+    return [*found.values()]
 
 
 def _reached_by(hook: Any) -> Iterator[Any]:
@@ -211,21 +244,6 @@ def _reached_by(hook: Any) -> Iterator[Any]:
                 yield cell.cell_contents
         for name in _names(function.__code__):
             yield function.__globals__.get(name)
-
-
-def state_elsewhere(
-    module: nn.Module, function: Any = None, *, holds_tensors: bool = True
-) -> PythonState:
-    """Return the state of what a module and a function name outside of it."""
-    objects = list(named_elsewhere(module, function))
-    own = set(modules_of(module))
-    others = (e for e in objects if isinstance(e, nn.Module) and e not in own)
-    return PythonState(
-        nn.ModuleList(others),
-        objects,
-        holds_tensors=holds_tensors,
-        most_entries=_MOST_ENTRIES_ELSEWHERE,
-    )
 
 
 def _has_graph(value: Any) -> bool:

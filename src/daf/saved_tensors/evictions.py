@@ -15,7 +15,7 @@ class Evictions:
         self._stores = stores
         self._listed: set[tuple[int, int]] = set()
         self._unlisted = 0
-        self._bytes_before = self._all_bytes()
+        self._bytes_before = self._collected_bytes = self._all_bytes()
         self.bytes_by_tag: Counter[int] = Counter()
 
     def begin(self) -> None:
@@ -26,8 +26,14 @@ class Evictions:
         self.bytes_by_tag.clear()
         self._bytes_before = self._all_bytes()
 
-    def collect(self) -> None:
-        """Take the evictions of all stores."""
+    def collect(self) -> int:
+        """Take the evictions of all stores; return their bytes since the step began."""
+        before, self._collected_bytes = self._collected_bytes, self._all_bytes()
+        if before != self._collected_bytes:
+            self._take()
+        return self._collected_bytes - self._bytes_before
+
+    def _take(self) -> None:
         for store in self._stores:
             entries, unlisted = store.take_evictions()
             self._unlisted += unlisted
@@ -39,11 +45,6 @@ class Evictions:
     def planes(self) -> int:
         """The number of evicted planes, of tensors gone in part or whole."""
         return len(self._listed) + self._unlisted
-
-    @property
-    def nbytes(self) -> int:
-        """The evicted bytes."""
-        return self._all_bytes() - self._bytes_before
 
     def _all_bytes(self) -> int:
         return sum(store.evicted_bytes for store in self._stores)

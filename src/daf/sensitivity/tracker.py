@@ -26,6 +26,7 @@ from daf.memory.keeper import Keeper
 from daf.planning import planner
 from daf.pool.default import make_store
 from daf.profiling.optimizer_probe import divides_by_gradients
+from daf.recompute.python_state import Surroundings
 from daf.sensitivity.estimate import Effort, measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 from daf.sensitivity.schedule import Schedule
@@ -195,7 +196,8 @@ class SensitivityTracker:
         pool_bytes: int | None,
     ) -> Sensitivity | None:
         """Measure; None if memory was refused, codes were evicted, or the loss is not finite."""
-        refusals, snapshot = self._keeper.refusals(), StepSnapshot(self._model, context.loss_fn)
+        refusals = self._keeper.refusals()
+        snapshot = StepSnapshot(Surroundings.of(self._model, context.loss_fn))
         capture = Capture(self._model, make_store(pool_bytes))
         found: Sensitivity | None = None
         try:

@@ -26,6 +26,7 @@ from daf.planning.policies import strategy_named
 from daf.step.gradient_release import GradientRelease
 
 Operators = Literal["auto", "pytorch"]
+_METHODS = frozenset(Method)
 _PASSING_SHARE = 16
 _LEAST_PASSING_BYTES, _MOST_PASSING_BYTES = 2**21, 2**26
 
@@ -186,7 +187,7 @@ def allowed_treatments(
         passing = passing_bytes(budget_bytes)
         host.allow(staging_bytes=passing // 2, raw_bytes=passing // 2)
     return Allowed(
-        methods=frozenset(Method) - (frozenset() if can_spill else {Method.SPILL}),
+        methods=_METHODS if can_spill else _METHODS - {Method.SPILL},
         release_gradients=can_release,
         must_release=can_release and release.mode is True,
         release_refusal=release.whole_refusal,

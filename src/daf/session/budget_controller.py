@@ -164,7 +164,9 @@ class BudgetController:
         return LOOK_S if near or callable(self.asked) else LOOK_FAR_S
 
     def _act(self) -> None:
-        budget_bytes, before = self._reading().budget_bytes, self.budget_bytes
+        (budget_bytes, reason), before = self._reading(), self.budget_bytes
+        if budget_bytes == before and self.is_anothers == (reason == ANOTHERS):
+            return  # who changes it acts itself
         if budget_bytes is not None and (before is None or budget_bytes < before):
             self._on_lower()  # without the lock: it may wait for a thread that allocates
         with account_lock:
@@ -188,7 +190,7 @@ class BudgetController:
         own = self._governor.reading
         if own.budget_bytes is None:
             return own
-        others = (each for each in self._others() if each.is_watching)
+        others = [each for each in self._others() if each.is_watching]
         least = _least(own.budget_bytes, *(e._governor.reading.budget_bytes for e in others))
         return own if least == own.budget_bytes else Reading(least, ANOTHERS)
 
@@ -198,6 +200,8 @@ class BudgetController:
             each._act()
 
     def _others(self) -> list[BudgetController]:
+        if len(_living) == 1:
+            return []
         name = self._keeper.memory_name
         return [e for e in list(_living) if e is not self and e._keeper.memory_name == name]
 

@@ -33,7 +33,9 @@ class StepCounters(Resumable):
         self.saved_bytes_peak = 0
         self.evicted_bytes = 0
         self._peak_bytes = 0
+        self._swapped_bytes = 0  # when the last step ended
         self.step_held_bytes = 0  # for backward, at the last step's peak
+        self._step_evicted_bytes = self._released = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -51,15 +53,16 @@ class StepCounters(Resumable):
 
     def end_peak(self) -> int:
         """Return the peak since ``begin_peak``."""
-        peak = self.memory.peak_bytes()
+        peak, self._swapped_bytes = self.memory.peak_and_swapped_bytes()
         self._peak_bytes = max(self._peak_bytes, peak)
         return peak
 
     def note_step(self, micro_batches: float) -> None:
         """Count one step of ``micro_batches`` micro-batches."""
         self.step_index += 1
+        self._released = self._release.count.released
         stats = self._capture.stats
-        self.step_held_bytes = stats.held_peak_bytes
+        self.step_held_bytes, self._step_evicted_bytes = stats.held_peak_bytes, stats.evicted_bytes
         plain = int(stats.plain_peak_bytes * max(1.0, micro_batches))
         self.saved_bytes_plain = max(self.saved_bytes_plain, plain)
         self.evicted_bytes += stats.evicted_bytes
@@ -70,16 +73,18 @@ class StepCounters(Resumable):
             held_bytes = max(self.saved_bytes_peak, self.step_held_bytes)
             self.saved_bytes_peak = autotuner.take_held_bytes() or held_bytes
 
-    def report(self, loss: float, step_ms: float, plan: Plan, peak_bytes: int) -> StepReport:
-        """Return the report of the last step, without the budget's fields."""
-        stats = self._capture.stats
+    def report(
+        self, loss: float, step_ms: float, plan: Plan, peak_bytes: int, **more: Any
+    ) -> StepReport:
+        """Return the report of the step noted last; ``more``: fields that are counted elsewhere."""
         return StepReport(
             loss,
             step_ms,
             peak_bytes,
-            stats.held_peak_bytes,
+            self.step_held_bytes,
             plan.micro_batch,
-            stats.evicted_bytes,
-            self._release.count.released,
-            swapped_bytes=self.memory.swapped_bytes(),
+            self._step_evicted_bytes,
+            self._released,
+            swapped_bytes=self._swapped_bytes,
+            **more,
         )

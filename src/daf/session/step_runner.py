@@ -30,6 +30,7 @@ from daf.core.step_report import StepReport
 from daf.memory.keeper import Keeper
 from daf.planning.bit_widths import is_lossy
 from daf.profiling.model_memory import optimizer_bytes_to_come, update_bytes
+from daf.recompute.python_state import Surroundings
 from daf.session.counters import StepCounters
 from daf.session.noise_controller import NoiseController
 from daf.session.plan_autotuner import StepMeasurement
@@ -90,13 +91,15 @@ class StepRetries:
         """
         self.rehearsal_ms = 0.0
         leaves = self.gradient.release.kept_because == LEFT_TO_USER
-        with self.users.set_aside(
-            context.loss_fn, leaves_to_user=leaves
-        ) as self.gradient.adds_to_users:
-            return self._run(context, plan)
+        around = Surroundings.of(self.capture.model, context.loss_fn)
+        others = around.parameters_elsewhere()
+        set_aside = self.users.set_aside(around.parameters, others, leaves_to_user=leaves)
+        with set_aside as self.gradient.adds_to_users:
+            snapshot = StepSnapshot(around)
+            del around  # what the step replaces is freed as without this
+            return self._run(context, plan, snapshot)
 
-    def _run(self, context: StepContext, plan: Plan) -> tuple[float, Plan]:
-        snapshot = StepSnapshot(self.capture.model, context.loss_fn)
+    def _run(self, context: StepContext, plan: Plan, snapshot: StepSnapshot) -> tuple[float, Plan]:
         is_planned = self.plan_controller.is_planned
         fallen_back = len(self.capture.fallen_back())
         chances = MOST_CHANCES
@@ -241,20 +244,25 @@ class StepRunner:
         if updates:
             norm = self._clip(max_grad_norm)
             self._update()
+            self.retries.users.note_updated()
         if not self.plan_controller.selector.is_settled:
             self.counters.memory.wait()  # plans are compared by whole steps
         step_ms = 1000 * (time.perf_counter() - start_s) - self.retries.rehearsal_ms
         peak_bytes = self.counters.end_peak()
         self._learn(context, running, step_ms, peak_bytes, is_whole=updates)
-        report = replace(
-            self.counters.report(loss, step_ms, running, peak_bytes),
+        overrun_bytes, budget_bytes = self.keeper.overrun_bytes, self.plan_controller.budget_bytes
+        planned_bytes = self.plan_controller.planned_budget_bytes
+        noise = self.noise.after_step(context, running, step_ms, planned_bytes)
+        return self.counters.report(
+            loss,
+            step_ms,
+            running,
+            peak_bytes,
             gradient_norm=norm,
-            overrun_bytes=self.keeper.overrun_bytes,
-            budget_bytes=self.plan_controller.budget_bytes,
+            overrun_bytes=overrun_bytes,
+            budget_bytes=budget_bytes,
+            **noise._asdict(),
         )
-        budget_bytes = self.plan_controller.planned_budget_bytes
-        noise = self.noise.after_step(context, running, step_ms, budget_bytes)
-        return replace(report, **noise._asdict())
 
     def _run_watched(self, context: StepContext, plan: Plan) -> tuple[float, Plan, bool]:
         """Return the loss, the plan that held, and True if the run has diverged under its codes."""
@@ -276,6 +284,7 @@ class StepRunner:
         norm = self._clip(max_grad_norm)
         self._reserve(self._needed_bytes(self.optimizer))
         self._update()
+        self.retries.users.note_left()
         return norm
 
     @contextmanager
@@ -329,7 +338,6 @@ class StepRunner:
     def _update(self) -> None:
         with self._updating(self._needed_bytes(self.optimizer)):
             compiler.step(self.optimizer)
-        self.retries.users.note_left()
 
     def _clip(self, max_grad_norm: float | None) -> float | None:
         if max_grad_norm is None:
@@ -374,6 +382,7 @@ class StepRunner:
         )
         return replace(
             self.counters.report(loss, step_ms, running, self.counters.end_peak()),
+            saved_bytes=self.retries.capture.stats.held_peak_bytes,
             evicted_bytes=0,
             released_gradients=0,
             budget_bytes=self.plan_controller.budget_bytes,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from daf.core.errors import BudgetError, SplitError
 from daf.core.units import format_bytes
 from daf.memory.keeper import Keeper
+from daf.recompute.python_state import Surroundings
 from daf.step.batch_cut import WHOLE, BatchCut
 from daf.step.loss_weights import LossWeights, PartWeights, Weighing
 from daf.step.microbatch import LossFunction, WeightedLoss
@@ -56,7 +57,7 @@ class Evaluation:
         """
         kind = "evaluation", kind_of(self.model, batch, fn)
         way = self._ways.get(kind) or _Way(WHOLE, 1)
-        snapshot = StateSnapshot(self.model, fn, holds_tensors=False)
+        snapshot = StateSnapshot(Surroundings.of(self.model, fn), holds_tensors=False)
         with torch.no_grad():
             while True:
                 refusals = self.keeper.refusals()

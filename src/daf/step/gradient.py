@@ -18,8 +18,8 @@ from daf.core.errors import NonFiniteLossError, OtherPathError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
 from daf.kernels.devices import is_processor
-from daf.memory.domain import device_of
 from daf.memory.keeper import Keeper
+from daf.recompute.python_state import Surroundings
 from daf.step.context import StepContext
 from daf.step.dry_run import dry_run
 from daf.step.gradient_release import LEFT_TO_USER, GradientRelease
@@ -29,7 +29,6 @@ from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
 from daf.step.nonfinite import first_nonfinite
 from daf.step.splitting import SplitChoice
 from daf.step.state_snapshot import StepSnapshot
-from daf.step.user_gradients import parameters_elsewhere
 from daf.torch_compat.compiled_modules import CompiledModules
 
 
@@ -59,7 +58,8 @@ class _Losses:
 
         ``scale``: what ``GradScaler`` multiplied the loss by.
         """
-        total, mean = loss.total.detach().clone(), loss.mean.detach().clone()
+        total = loss.total.detach().clone()
+        mean = loss.mean.detach().clone() if loss.is_sum else total
         self._unread.append((part, loss.weight, total, mean, scale))
         self.is_sum = loss.is_sum
 
@@ -145,7 +145,7 @@ class GradientStep:
             weights = PartWeights(context.choice.weighing, parameter_names(self._model))
         refuse = partial(self._refuse_nonfinite, context, snapshot, weights)
         losses = _Losses(refuse, may_scale=self.release.kept_because == LEFT_TO_USER)
-        reads_first = self._reads_first()
+        reads_first = self._reads_first(snapshot)
         for index, part in enumerate(parts):
             with losses.explaining():
                 loss, scale = self._forward(context, plan.policy, part, index, weights)
@@ -160,7 +160,7 @@ class GradientStep:
         if math.isnan(losses.mean) and not losses.is_scaled:
             self._refuse_nonfinite(context, snapshot, weights, context.batch, losses.mean)
         if losses.is_sum and weights is not None:
-            others = parameters_elsewhere(self._model, context.loss_fn)
+            others = Surroundings.of(self._model, context.loss_fn).parameters_elsewhere()
             scale_gradients([*self._model.parameters(), *others], 1.0 / losses.weight)
         return losses.mean
 
@@ -183,9 +183,9 @@ class GradientStep:
         finally:
             self.is_dry_run = False
 
-    def _reads_first(self) -> bool:
+    def _reads_first(self, snapshot: StepSnapshot) -> bool:
         """True if losses are read before backward; on a device, only where backward may update."""
-        if is_processor(device_of(self._model)):
+        if is_processor(snapshot.device):
             return True
         return self.release.is_active or any(
             each._post_accumulate_grad_hooks for each in self._model.parameters()
@@ -222,7 +222,9 @@ class GradientStep:
         scaling = ScaleWatch()
         with capture, self.release.watching(), operators or nullcontext(), scaling:
             result = context.loss_fn(self._model, part)
-        loss = read_loss(result, context.choice.cut.size(part))
+        is_whole = weights is None
+        examples = context.info.examples if is_whole else context.choice.cut.size(part)
+        loss = read_loss(result, examples)
         if weights is not None and operators is not None:
             _refuse_other_path(operators.functions - context.choice.functions, context.choice)
             weights.note_way(operators)

@@ -14,6 +14,7 @@ from torch import nn
 
 from daf.step.batch_cut import WHOLE, BatchCut, BatchDim, BatchSplit, possible_cuts
 from daf.step.loss_weights import Weighing
+from daf.torch_compat.modules import modules_of, parameters_of
 from daf.torch_compat.pytree import tensors_in_batch
 
 Split = bool | Literal["auto"] | BatchSplit
@@ -122,6 +123,7 @@ def kind_of(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> Hashab
     """Return what a proof holds for: the batch's structure, the loss's code, what trains."""
     tensors = tuple((each.dim(), each.dtype) for each in tensors_in_batch(batch))
     code = getattr(loss_fn, "__code__", None) or getattr(loss_fn, "func", type(loss_fn))
-    flags = (tuple(each.training for each in model.modules()),)
-    trained = tuple(each.requires_grad for each in model.parameters())
+    modules = modules_of(model)
+    flags = (tuple(each.training for each in modules),)
+    trained = tuple(each.requires_grad for each in parameters_of(model, modules))
     return type(batch), tensors, code, flags, trained

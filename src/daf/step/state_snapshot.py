@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from daf.core.errors import CommittedStepError
-from daf.memory.domain import device_of
-from daf.recompute.python_state import PythonState, state_elsewhere
+from daf.memory.process_memory import CPU
+from daf.recompute.python_state import PythonState, Surroundings
 from daf.recompute.random_state import Generators
 from daf.step.parameter_writes import ParameterWrites
-from daf.torch_compat.modules import modules_of, parameters_of
+from daf.torch_compat.modules import modules_of
 
 
 class StateSnapshot:
@@ -29,16 +29,15 @@ class StateSnapshot:
 
     _generators: ClassVar = Generators()  # NumPy's state is read again only where it changed
 
-    def __init__(
-        self, model: nn.Module, loss_fn: Any = None, *, holds_tensors: bool = True
-    ) -> None:
-        self._model = model
+    def __init__(self, around: Surroundings, *, holds_tensors: bool = True) -> None:
+        self._model = around.model
         gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
         self._random = self._generators.state(torch.device("cuda", gpu) for gpu in range(gpus))
-        self._elsewhere = state_elsewhere(model, loss_fn, holds_tensors=holds_tensors)
-        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self._attributes = PythonState(model, holds_tensors=holds_tensors)
-        self._hooks = {id(hooks): {*hooks} for hooks in _hooks_of(model) if hooks}
+        self._elsewhere = around.state_elsewhere(holds_tensors=holds_tensors)
+        named = self._model.named_buffers() if any(e._buffers for e in around.modules) else ()
+        self._buffers = {name: buffer.clone() for name, buffer in named}
+        self._attributes = PythonState(around.modules, holds_tensors=holds_tensors)
+        self._hooks = {id(hooks): {*hooks} for hooks in _hooks_of(around.modules) if hooks}
         self._tensors = [
             (each, each._version, each.detach().clone()) for each in self._attributes.tensors()
         ]
@@ -67,7 +66,7 @@ class StateSnapshot:
 
         Models of transformers register those that collect outputs in their first pass.
         """
-        for hooks in _hooks_of(self._model):
+        for hooks in _hooks_of(modules_of(self._model)):
             for key in hooks.keys() - self._hooks.get(id(hooks), set()):
                 if not _is_ours(hooks[key]):
                     del hooks[key]
@@ -82,8 +81,8 @@ class StateSnapshot:
         self._elsewhere.restore_generators()
 
 
-def _hooks_of(model: nn.Module) -> Iterator[dict[int, Any]]:
-    for part in modules_of(model):
+def _hooks_of(modules: list[nn.Module]) -> Iterator[dict[int, Any]]:
+    for part in modules:
         yield part._forward_pre_hooks
         yield part._forward_hooks
 
@@ -101,7 +100,7 @@ def preserved_state(
 
     ``gradients``: set gradients aside as well; the body finds none, and its own are dropped.
     """
-    snapshot = StateSnapshot(model, loss_fn)
+    snapshot = StateSnapshot(Surroundings.of(model, loss_fn))
     kept = [(each, each.grad) for each in model.parameters()] if gradients else []
     for parameter, _ in kept:
         parameter.grad = None
@@ -134,13 +133,17 @@ def _place(parameter: Tensor) -> tuple[int, int]:
 
 
 class StepSnapshot(StateSnapshot):
-    """Taken before a training step that may be retried; owns a node older than its graph."""
+    """Taken before a training step that may be retried; owns a node older than its graph.
 
-    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
-        super().__init__(model, loss_fn, holds_tensors=False)
-        plain = (e for e in parameters_of(model) if type(e) is nn.Parameter and not is_lazy(e))
+    ``device``: of the model's first parameter.
+    """
+
+    def __init__(self, around: Surroundings) -> None:
+        super().__init__(around, holds_tensors=False)
+        plain = (e for e in around.parameters if type(e) is nn.Parameter and not is_lazy(e))
         self._places = [(e, _place(e)) for e in plain if e.layout is torch.strided]
-        self._oldest = _oldest_node(device_of(model))
+        self.device = around.parameters[0].device if around.parameters else CPU
+        self._oldest = _oldest_node(self.device)
 
     def check_parameters(self) -> None:
         """Check that a failed step may run again.

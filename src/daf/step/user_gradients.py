@@ -6,13 +6,12 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from daf.core.errors import AccumulatedGradientError
-from daf.recompute.python_state import named_elsewhere
 from daf.torch_compat.modules import parameters_of
 
 
@@ -31,13 +30,20 @@ class UserGradients:
         self._model = model
         self._optimizer = optimizer
         self.elsewhere: list[nn.Parameter] = []
+        self._noted: list[Tensor] = []
 
     def nbytes(self) -> int:
         """Return the bytes of gradients that the next step must hold beside its own."""
         return sum(grad.nbytes for _, grad in self._with_gradients() if not self._is_left(grad))
 
     @contextmanager
-    def set_aside(self, loss_fn: Any = None, *, leaves_to_user: bool = False) -> Iterator[bool]:
+    def set_aside(
+        self,
+        parameters: list[nn.Parameter],
+        elsewhere: list[nn.Parameter],
+        *,
+        leaves_to_user: bool = False,
+    ) -> Iterator[bool]:
         """Clear the gradients of the step before; add the user's after the body, or restore them.
 
         Yields True if there are any of the user's. ``leaves_to_user``: what the body adds is theirs
@@ -46,11 +52,13 @@ class UserGradients:
         Raises:
             AccumulatedGradientError: the user has added to what the step before left.
         """
-        self.elsewhere = parameters_elsewhere(self._model, loss_fn)
-        users = {each: grad for each, grad in self._with_gradients() if self._is_users(grad)}
+        self.elsewhere = elsewhere
+        found = self._with_gradients(parameters)
+        users = {each: grad for each, grad in found if self._is_users(grad)}
         has_own = bool(users)
         users |= {each: each.grad for each in self.elsewhere if each.grad is not None}
-        self.clear()
+        for parameter in chain(self.elsewhere, (each for each, _ in found)):
+            parameter.grad = None
         try:
             yield has_own
             with torch.no_grad():
@@ -76,17 +84,26 @@ class UserGradients:
 
     def note_left(self) -> None:
         """Note the gradients that the step leaves, which the next one clears."""
+        self._noted = [parameter for parameter, _ in self._with_gradients()]
         for key, (reference, _) in [*self._left.items()]:
             if reference() is None:
                 self._left.pop(key, None)
-        for _, grad in self._with_gradients():
-            self._left[id(grad)] = weakref.ref(grad), grad._version
+        self.note_updated()
 
-    def _with_gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def note_updated(self) -> None:
+        """Note what an update did to the gradients that were noted last: it may change them."""
+        for parameter in self._noted:
+            if (grad := parameter.grad) is not None:
+                self._left[id(grad)] = weakref.ref(grad), grad._version
+
+    def _with_gradients(
+        self, parameters: list[nn.Parameter] | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return what has gradients; ``parameters``: the model's, if known."""
+        own = parameters_of(self._model) if parameters is None else parameters
         groups = self._optimizer.param_groups
-        every = chain(parameters_of(self._model), *(group["params"] for group in groups))
-        distinct = {id(each): each for each in every}
-        return [(each, each.grad) for each in distinct.values() if each.grad is not None]
+        distinct = {id(e): e for e in chain(own, *(group["params"] for group in groups))}
+        return [(e, grad) for e in distinct.values() if (grad := e.grad) is not None]
 
     def _is_left(self, grad: Tensor) -> bool:
         reference, _ = self._left.get(id(grad), (lambda: None, 0))
@@ -103,11 +120,3 @@ class UserGradients:
                 "optimizer.zero_grad() before that pass, so that its gradients are added to"
             )
         return False  # unchanged, or zeroed in place
-
-
-def parameters_elsewhere(model: nn.Module, loss_fn: Any) -> list[nn.Parameter]:
-    """Return the parameters of modules beside a model that it, or its loss function, names."""
-    own = {id(each) for each in parameters_of(model)}
-    modules = (each for each in named_elsewhere(model, loss_fn) if isinstance(each, nn.Module))
-    found = {id(each): each for module in modules for each in parameters_of(module)}
-    return [each for key, each in found.items() if key not in own]

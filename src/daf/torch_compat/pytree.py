@@ -61,6 +61,8 @@ def _like_dataclass(value: Any, fields: dict[str, Any]) -> Any:
 
 def tensors_in_batch(batch: Any) -> list[Tensor]:
     """Return every tensor in a nest, in order."""
+    if _is_flat(batch):
+        return [*batch]
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -73,6 +75,8 @@ def tensors_in_batch(batch: Any) -> list[Tensor]:
 
 def tensors_inside(batch: Any, depth: int = 4) -> list[Tensor]:
     """Return the distinct tensors in a nest and in its objects' attributes, to some depth."""
+    if _is_flat(batch):
+        return [*{id(each): each for each in batch}.values()]
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
 
@@ -90,6 +94,11 @@ def tensors_inside(batch: Any, depth: int = 4) -> list[Tensor]:
 
     visit(batch, depth)
     return list(found.values())
+
+
+def _is_flat(batch: Any) -> bool:
+    """True for the usual batch, a tuple or list of tensors."""
+    return type(batch) in (tuple, list) and all(type(each) is Tensor for each in batch)
 
 
 def _parts(value: Any) -> list[Any]:
