@@ -8,9 +8,10 @@ import mmap
 import subprocess
 import sys
 import textwrap
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -200,6 +201,28 @@ def test_optimizer_state_to_come_is_what_the_first_step_makes(
     model(torch.ones(1, 100)).sum().backward()
     optimizer.step()
     assert optimizer_bytes_to_come(optimizer) == 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("release", [False, "auto"])
+def test_sparse_gradients_train_under_a_budget(
+    kind: type[torch.optim.Optimizer], release: Literal["auto"] | bool
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.EmbeddingBag(1000, 16, sparse=True)
+    model, batch = deepcopy(plain), (torch.randint(0, 1000, (64, 5)), torch.arange(64) % 16)
+    optimizer = kind(plain.parameters(), lr=0.1)
+    with Session(
+        model, kind(model.parameters(), lr=0.1), "8GB", tolerance=0, release_gradients=release
+    ) as session:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = cross_entropy(plain, batch)
+            loss.backward()
+            optimizer.step()
+            assert session.step(batch, cross_entropy).loss == pytest.approx(loss.item())
+    torch.testing.assert_close(model.weight, plain.weight)
 
 
 def test_an_impossible_budget_is_refused_before_training() -> None:

@@ -23,7 +23,7 @@ from daf.core.policy import KEEP, Method, Need, Reading, Site, Treatment
 from daf.kernels.devices import norm_part_bytes_on
 from daf.memory.domain import MemoryDomain, ProcessMemory, device_of
 from daf.operators.activation import SmoothHeld, decoded_bytes_on
-from daf.saved_tensors.ledger import Source
+from daf.saved_tensors.ledger import Source, gradient_bytes
 from daf.saved_tensors.observation import (
     NO_CALL,
     MethodTime,
@@ -223,8 +223,7 @@ class Observer:
         self.found.peak_bytes.append(self._meter.take_peak())
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._gradients += parameter.grad.nbytes
+        self._gradients += gradient_bytes(parameter)
 
     def _note_deaths(self) -> None:
         """Note the deaths of memory that only autograd's kept tensors refer to."""

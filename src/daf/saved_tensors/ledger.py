@@ -241,3 +241,8 @@ def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if layout in (torch.sparse_csc, torch.sparse_bsc):
         return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     return ()
+
+
+def gradient_bytes(parameter: Tensor) -> int:
+    """Return the bytes of a parameter's gradient, dense or sparse; 0 without one."""
+    return 0 if parameter.grad is None else sum(x.nbytes for x in strided_parts(parameter.grad))

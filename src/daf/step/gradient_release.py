@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.core.errors import CommittedStepError, ReleaseRefusedError
-from daf.saved_tensors.ledger import strided_parts
+from daf.saved_tensors.ledger import gradient_bytes
 from daf.torch_compat import compiler
 from daf.torch_compat.autograd_graph import graph_task
 from daf.torch_compat.parameter_reads import ParameterReads
@@ -192,7 +192,7 @@ class GradientRelease:
         return completed
 
     def _release_what_is_free(self) -> None:
-        held = sum(_gradient_bytes(parameter) for parameter in self._waiting)
+        held = sum(map(gradient_bytes, self._waiting))
         self.count.peak_gradient_bytes = max(self.count.peak_gradient_bytes, held)
         for parameter, group in list(self._waiting.items()):
             if not self._reads.is_free(parameter):
@@ -304,8 +304,3 @@ def _layers(step: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
 def _is_of_torch(function: Any) -> bool:
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code is not None and code.co_filename.startswith(_TORCH_FOLDER)
-
-
-def _gradient_bytes(parameter: Tensor) -> int:
-    gradient = parameter.grad
-    return 0 if gradient is None else sum(part.nbytes for part in strided_parts(gradient))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.core.errors import AccumulatedGradientError
+from daf.saved_tensors.ledger import gradient_bytes
 from daf.torch_compat.modules import parameters_of
 
 
@@ -34,7 +35,7 @@ class UserGradients:
 
     def nbytes(self) -> int:
         """Return the bytes of gradients that the next step must hold beside its own."""
-        return sum(grad.nbytes for _, grad in self._with_gradients() if not self._is_left(grad))
+        return sum(gradient_bytes(p) for p, g in self._with_gradients() if not self._is_left(g))
 
     @contextmanager
     def set_aside(
