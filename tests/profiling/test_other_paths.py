@@ -73,6 +73,29 @@ def test_a_path_that_opens_later_is_proven_when_it_opens(adds_up: bool, budget: 
             session.optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, int])
+def test_a_mask_that_is_uneven_later_is_no_mean_over_examples(kind: type, budget: int) -> None:
+    """Parts join by what the loss divides by where that is a tensor; else the batch is whole."""
+    model, (x, labels) = mlp(), images()
+    counted = torch.ones(12)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        count = batch[2].sum()
+        return (losses * batch[2]).sum() / (count if kind is Tensor else int(count))
+
+    with Session(model, still(model), budget, tolerance=0) as session:
+        assert in_micro_batches(session, (x, labels, counted), loss, 4).micro_batch == 4
+        counted[5:8] = 0.0
+        session.optimizer.zero_grad()
+        report = session.step((x, labels, counted), loss)
+        expected, gradients = plain_gradients(loss, model, (x, labels, counted))
+        assert report.loss == pytest.approx(expected, rel=1e-5)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+        assert report.micro_batch == (4 if kind is Tensor else 12)
+
+
 def test_a_part_with_nothing_to_divide_by_is_not_cut_wrongly(budget: int) -> None:
     """Two means over labels that count, of which some parts have none."""
     model = mlp(classes=10)

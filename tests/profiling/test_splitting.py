@@ -154,6 +154,29 @@ def masked_mean(model: nn.Module, batch: Any) -> Tensor:
     return (losses * counts).sum() / counts.sum().clamp(min=1)
 
 
+def own_token_mean(model: nn.Module, batch: Any) -> Tensor:
+    """Divides by the labels that count itself, as loops do that predate ``ignore_index``."""
+    counts = (batch[1] != -100).float()
+    losses = F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
+    return (losses * counts).sum() / counts.sum()
+
+
+def selected_mean(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0])[batch[1] > 1], batch[0][:, :5][batch[1] > 1])
+
+
+def alike_within_classes(model: nn.Module, batch: Any) -> Tensor:
+    """Couples examples of one class only, which few examples of many classes have none of."""
+    made = model(batch[0])
+    same = (batch[1][:, None] == batch[1]).float().triu(1)
+    apart = (made[:, None] - made).square().sum(-1)
+    return mean_of_squares(lambda _: made, (None, 0.0)) + (apart * same).sum() / len(made)
+
+
+def many_classes() -> tuple[Tensor, Tensor]:
+    return torch.randn(40, 6), torch.arange(40) % 20
+
+
 def balanced(model: nn.Module, batch: Any) -> Tensor:
     """Squares a mean over the batch, as a mixture's balance loss does."""
     logits = model(batch[0])
@@ -218,6 +241,7 @@ ADD_UP = {
     "parts without a label": Case(
         TokenModel, lambda: tokens(lambda row: 5 * (row > 7)), token_mean
     ),
+    "a mean over a mask": Case(TokenModel, lambda: tokens(lambda row: 1 + row % 6), own_token_mean),
     "sum and weight": Case(TokenModel, lambda: tokens(lambda row: row % 7), token_sum),
     "weight 0": Case(TokenModel, half_empty, token_sum),
     "weights of classes": Case(mlp, weighted, likelihood),
@@ -234,6 +258,9 @@ DO_NOT = {
     "drawn to the mean of all": Case(lambda: deep(3), lambda: long_batch(6, 8), against_the_mean),
     "coupled examples": Case(mlp, images, contrastive),
     "a mean over something else": Case(mlp, images, masked_mean),
+    "a mean over a mask that is empty for a part": Case(TokenModel, half_empty, own_token_mean),
+    "a mean over what is selected": Case(mlp, images, selected_mean),
+    "coupled examples of one class": Case(mlp, many_classes, alike_within_classes),
     "a mean that is squared": Case(mlp, images, balanced),
     "batch statistics in a function": Case(Functional, images, mean),
     "a buffer that forward writes": Case(Codebook, images, mean),

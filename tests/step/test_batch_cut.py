@@ -96,3 +96,15 @@ def test_a_cut_of_ones_own_is_asked_for_everything() -> None:
     assert cut.size(batch) == 3
     assert cut.parts(batch, 2) == [["a", "b"], ["c"]]
     assert cut.pick(batch, [0, 2]) == ["a", "b"]
+
+
+def test_telling_examples_have_other_masks_and_a_common_class() -> None:
+    """Proofs on a few examples must see what seldom occurs: padding, and two of one class."""
+    mask = torch.ones(60, 7, dtype=torch.bool)
+    mask[33, 2:] = False
+    batch = {"x": torch.randn(60, 7), "labels": torch.arange(60) % 30, "mask": mask}
+    first, *others, last = BatchCut((0, 0, 0)).telling(batch, 4)
+    assert first == 33
+    assert len({first, *others, last}) == 4
+    assert batch["labels"][first] == batch["labels"][last]
+    assert BatchCut((0, 0, 0)).telling(batch, 60) == [*range(60)]

@@ -62,7 +62,7 @@ def test_parts_join_to_the_mean_over_what_counts(
     for start in range(0, EXAMPLES, size):
         with LossWeights() as operators:
             loss = loss_of(cut[start : start + size], target[start : start + size], how, weight)
-        found = parts.weighed(read_loss(loss, size), operators.divisors)
+        found = parts.weighed(read_loss(loss, size), operators)
         assert found.total.isfinite()
         found.total.backward()
         total, weights = total + found.total.item(), weights + float(found.weight)
@@ -78,7 +78,7 @@ def test_parts_whose_operators_divide_by_several_numbers_are_refused_before_the_
     with LossWeights() as operators:
         one = F.cross_entropy(scores, torch.tensor([1, 2, IGNORED, 3]))
         other = F.cross_entropy(scores, torch.tensor([1, 2, 0, 3]))
-    parts.weighed(read_loss(one + other, 4), operators.divisors)
+    parts.weighed(read_loss(one + other, 4), operators)
     with pytest.raises(SplitError, match=r"divide by \[3.0, 4.0\]"):
         parts.check()
 
@@ -89,7 +89,7 @@ def test_parts_with_other_shares_of_labels_do_not_join_by_examples() -> None:
         target = torch.tensor([IGNORED] * ignored + [1] * (4 - ignored))
         with LossWeights() as operators:
             loss = F.cross_entropy(torch.randn(4, CLASSES), target)
-        parts.weighed(read_loss(loss, 4), operators.divisors)
+        parts.weighed(read_loss(loss, 4), operators)
     with pytest.raises(SplitError, match="different shares of labels that count"):
         parts.check()
 

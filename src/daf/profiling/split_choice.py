@@ -29,7 +29,7 @@ Proven = tuple[Weighing, str]
 
 MOST_CUTS = 3  # ways that are tried
 LEAST_TIMED = 16  # examples in a batch from which on all proofs take less than a step
-EXAMPLES_FOR_EACH = 8  # then, of the batch, for each that a proof takes; else it takes all
+EXAMPLES_FOR_EACH = 8  # then, of the batch, for each from 3 on that a proof takes; else all
 LEAST_WITH_STATISTICS = 2  # examples, where layers take statistics over them
 HOPELESS = 0.9  # of what a step is expected to take: a plan may need less than what was observed
 NO_PART_RUNS = "no part of it runs by itself, or no dimension of its tensors is one of examples"
@@ -47,7 +47,7 @@ def bytes_to_prove(
 
 def examples_of(batch: int) -> int:
     """Return how many examples a proof takes of a batch of so many."""
-    return batch if batch < LEAST_TIMED else min(MOST_EXAMPLES, batch // EXAMPLES_FOR_EACH)
+    return batch if batch < LEAST_TIMED else min(MOST_EXAMPLES, max(3, batch // EXAMPLES_FOR_EACH))
 
 
 @dataclass(eq=False)

@@ -76,9 +76,7 @@ class SplitProof:
         ``examples``: how many to take of the batch, 2 at least. The user's own code may raise
         anything for a part.
         """
-        size = cut.size(batch)
-        ends = range(size - examples // 2, size)
-        some = cut.pick(batch, [*range(examples - len(ends)), *ends])
+        some = cut.pick(batch, cut.telling(batch, examples))
         writes = ParameterWrites(self._model)
         try:
             with self._without_statistics(), writes:
@@ -124,10 +122,9 @@ class SplitProof:
             with self._constantly() as (forward, backward):
                 with forward:
                     loss, operators = self._forward(part, size, 0 if start else disturbed)
-                divisors = operators.divisors
-                has_divisors = has_divisors or bool(divisors and not loss.is_sum)
+                has_divisors = has_divisors or bool(operators.divisors and not loss.is_sum)
                 unweighed += 0.0 if loss.is_sum else loss.total.item()
-                loss = weights.weighed(loss, divisors)
+                loss = weights.weighed(loss, operators)
                 total = loss.total if loss.is_sum else loss.total * float(loss.weight)
                 with backward:
                     total.backward()  # type: ignore[no-untyped-call]

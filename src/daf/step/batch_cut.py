@@ -18,6 +18,7 @@ from torch import Tensor
 from daf.core.errors import DataError
 from daf.torch_compat.pytree import map_nest, tensors_in_batch
 
+_MOST_LOOKED_AT = 2048  # examples
 BatchDim = int | Sequence[int | None] | Mapping[Any, int | None] | None
 
 
@@ -66,6 +67,30 @@ class BatchCut:
         index = torch.tensor(examples)
         return self._mapped(batch, lambda each, dim: each.index_select(dim, index.to(each.device)))
 
+    def telling(self, batch: Any, count: int) -> list[int]:
+        """Return so many examples, among which the sums of labels, masks and lengths differ most.
+
+        Of three and more the last one is of the first one's class, where classes repeat.
+        """
+        size = self.size(batch)
+        if self.own is not None or count >= size:
+            return [*range(min(count, size))]
+        every = zip(tensors_in_batch(batch), self.dims, strict=False)
+        cut = [(each.detach(), dim) for each, dim in every if dim is not None]
+        found, last = list[int](), size - 1
+        for tensor, dim in sorted(reversed(cut), key=lambda pair: _is_inexact(pair[0])):
+            rows = tensor.narrow(dim, 0, min(size, _MOST_LOOKED_AT))
+            within = [each for each in range(rows.dim()) if each != dim]
+            sums = (rows.sum(within) if within else rows).tolist()
+            if not tensor.is_complex() and len({*sums}) > 1:
+                found += [sums.index(min(sums)), sums.index(max(sums))]
+                last = found[1] if len(found) == 2 else last
+                if count > 2 and tensor.dim() == 1 and not _is_inexact(tensor):
+                    alike = (i for i, each in enumerate(sums) if each == sums[found[0]])
+                    last = next((i for i in alike if i != found[0]), last)
+        others = dict.fromkeys(each for each in (*found, *range(size)) if each != last)
+        return [*[*others][: count - 1], last]
+
     def parts(self, batch: Any, micro_batch: int) -> list[Any]:
         """Return consecutive micro-batches of ``micro_batch`` examples, the last one shorter.
 
@@ -88,6 +113,10 @@ class BatchCut:
 
 
 WHOLE = BatchCut()
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _ends(size: int, micro_batch: int, least: int) -> list[int]:

@@ -95,7 +95,7 @@ class Evaluation:
             if self.splitting.split is False or examples < 2 * cut.least:
                 continue
             try:
-                some = cut.pick(batch, range(examples))
+                some = cut.pick(batch, cut.telling(batch, examples))
                 whole = fn(self.model, some)
                 parts = _in_parts(self.model, some, fn, _Way(cut, examples - cut.least))
             except Exception as error:  # the user's own code may raise anything for a part
@@ -130,10 +130,11 @@ def _in_parts(model: nn.Module, batch: Any, fn: LossFunction, way: _Way) -> Any:
             found = fn(model, part)
         if _is_scalar(found):
             mean = WeightedLoss(torch.as_tensor(found), float(size), is_sum=False)
-            weights.weighed(mean, operators.divisors)
+            weights.weighed(mean, operators)
         results.append((found, size))
     if _is_scalar(results[0][0]):
         weights.check()
+        weights.check_scalings()
     return _joined(results)
 
 

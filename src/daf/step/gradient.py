@@ -24,7 +24,7 @@ from daf.step.context import StepContext
 from daf.step.dry_run import dry_run
 from daf.step.gradient_release import LEFT_TO_USER, GradientRelease
 from daf.step.loss_scale import ScaleWatch
-from daf.step.loss_weights import LossWeights, PartWeights, parameter_names
+from daf.step.loss_weights import LossWeights, PartWeights, Weighing, parameter_names
 from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
 from daf.step.nonfinite import first_nonfinite
 from daf.step.splitting import SplitChoice
@@ -157,6 +157,8 @@ class GradientStep:
         losses.read()
         if weights is not None:
             weights.check()
+            if context.choice.functions and context.choice.weighing is not Weighing.SUM:
+                weights.check_scalings()
         if math.isnan(losses.mean) and not losses.is_scaled:
             self._refuse_nonfinite(context, snapshot, weights, context.batch, losses.mean)
         if losses.is_sum and weights is not None:
@@ -228,7 +230,7 @@ class GradientStep:
         if weights is not None and operators is not None:
             _refuse_other_path(operators.functions - context.choice.functions, context.choice)
             weights.note_way(operators)
-            loss = weights.weighed(loss, operators.divisors)
+            loss = weights.weighed(loss, operators)
         return loss, scaling.factor
 
     def _capturing(

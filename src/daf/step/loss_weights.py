@@ -2,12 +2,14 @@
 
 ``F.cross_entropy`` and ``F.nll_loss`` take the mean over the labels that count: those that are not
 ``ignore_index``, each with its class's weight. Micro-batches whose means join with these weights
-give the whole batch's mean.
+give the whole batch's mean. A user's own mean divides one scalar by another, or is ``mean`` or
+another of PyTorch's losses over elements that the user selected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -18,12 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from daf.core.errors import SplitError
+from daf.core.errors import OtherPathError, SplitError
 from daf.operators.linear_cross_entropy import LossCall
 from daf.step.microbatch import WeightedLoss
 from daf.torch_compat.autograd_graph import without_torch_function
 
 PARAMETER = "parameter "
+_DIVISIONS = {"div", "div_", "divide", "divide_", "true_divide", "true_divide_"}
+_BOUNDS = {"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "max", "maximum", "where"}
 
 
 class Weighing(StrEnum):
@@ -71,12 +75,26 @@ class LossWeights(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._names = names
-        self.divisors: list[Tensor] = []
+        self.means: list[Tensor] = []  # what operators divide by
+        self.scalings: list[Tensor] = []  # what other scalars were divided by
+        self._counts: list[Tensor] = []  # of these, what the user computed
+        self._bounded: list[Tensor] = []
         self.functions: set[str] = set()  # whose results have gradients
         self.branches: list[bool] = []  # that tensors' values decided
         self.has_too_few = False
         self._examples = examples
         self._disturbed = disturbed
+
+    @property
+    def divisors(self) -> list[Tensor]:
+        """What loss operators divide by; where there are none, the user's own last division."""
+        return self.means or self._counts[-1:]
+
+    def may_count_nothing(self) -> bool:
+        """Return True if the user divides by 0, or a 1 in its place: by ``count.clamp(min=1)``."""
+        own = () if self.means else self._counts[-1:]
+        lowest = [1.0 if any(each is one for one in self._bounded) else 0.0 for each in own]
+        return any(float(each) in (0.0, least) for each, least in zip(own, lowest, strict=True))
 
     def __torch_function__(
         self,
@@ -93,7 +111,24 @@ class LossWeights(TorchFunctionMode):
             self.functions.add(getattr(func, "__name__", ""))
             given = (*args, *(kwargs or {}).values())
             self.functions |= {self._names[id(each)] for each in given if id(each) in self._names}
+        if isinstance(found, Tensor) and found.numel() == 1:
+            self._note_scalar(getattr(func, "__name__", ""), found, args, kwargs or {})
         return found
+
+    def _note_scalar(
+        self, name: str, found: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Note what a loss is divided by, and what may be a bound of such a number."""
+        if torch.is_grad_enabled() and not found.requires_grad:
+            if name in _BOUNDS:
+                self._bounded.append(found)
+        elif name in _DIVISIONS:
+            divisor = kwargs["other"] if "other" in kwargs else args[1]
+            if isinstance(divisor, Tensor) and not divisor.requires_grad:
+                self._counts.append(divisor)
+            self.scalings.append(torch.as_tensor(divisor).detach())
+        elif args and (name == "mean" or _is_loss(name)) and kwargs.get("reduction") != "sum":
+            self.scalings.append(torch.tensor(float(args[0].numel())))
 
     def _called(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -110,7 +145,7 @@ class LossWeights(TorchFunctionMode):
                     {"label_smoothing": call.label_smoothing} if func is F.cross_entropy else {}
                 )
             with torch.no_grad():
-                self.divisors.append(_divisor(call))
+                self.means.append(_divisor(call))
         return func(*args, **kwargs)
 
     def _with_ignored(self, call: LossCall) -> Any:
@@ -133,6 +168,10 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     return {id(each): PARAMETER + name for name, each in model.named_parameters()}
 
 
+def _is_loss(name: str) -> bool:
+    return name != "nll_loss" and (name.endswith("_loss") or name.startswith("binary_cross"))
+
+
 def _is_differentiable(found: Any) -> bool:
     """Return True for what a gradient goes through; what hooks look at has none."""
     values = found if isinstance(found, (tuple, list)) else (found,)
@@ -149,7 +188,8 @@ class PartWeights:
     def __init__(self, weighing: Weighing, names: Mapping[int, str] = MappingProxyType({})) -> None:
         self._weighing = weighing
         self.names = names
-        self._divisors: list[tuple[float, list[Tensor]]] = []
+        self._examples: list[float] = []
+        self._parts: list[LossWeights] = []
         self._ways: set[frozenset[str]] = set()
         self._branches: set[tuple[bool, ...]] = set()
 
@@ -159,16 +199,17 @@ class PartWeights:
         self._ways.add(frozenset(used))
         self._branches.add(tuple(operators.branches))
 
-    def weighed(self, loss: WeightedLoss, divisors: list[Tensor]) -> WeightedLoss:
+    def weighed(self, loss: WeightedLoss, operators: LossWeights) -> WeightedLoss:
         """Return a micro-batch's loss with its weight, which is 0 if none of its labels counts."""
         if loss.is_sum:
             return loss
-        self._divisors.append((float(loss.weight), divisors))
+        self._examples.append(float(loss.weight))
+        self._parts.append(operators)
         if self._weighing is Weighing.SUM:  # of all parts together the weight is 1
-            return replace(loss, weight=float(len(self._divisors) == 1), is_sum=True)
-        if self._weighing is Weighing.EXAMPLES or not divisors:
+            return replace(loss, weight=float(len(self._parts) == 1), is_sum=True)
+        if self._weighing is Weighing.EXAMPLES or not operators.divisors:
             return loss
-        weight = divisors[0].to(loss.total.device)
+        weight = operators.divisors[0].to(loss.total.device)
         total = torch.where(weight > 0, loss.total, 0.0) * weight
         return replace(loss, total=total, weight=weight, is_sum=True)
 
@@ -182,30 +223,52 @@ class PartWeights:
         if len(self._ways) > 1 and len(self._branches) > 1:
             raise SplitError("its parts take different ways through the model")
         if self._weighing is Weighing.LOSS:
-            for _, divisors in self._divisors:
-                each = {float(divisor) for divisor in divisors}
+            for part in self._parts:
+                each = {float(divisor) for divisor in part.divisors}
                 if len(each) != 1:
                     raise SplitError(
-                        f"its loss operators divide by {[*map(float, divisors)]}, where one weight "
-                        "was seen"
+                        f"its loss operators divide by {[*map(float, part.divisors)]}, where one "
+                        "weight was seen"
                     )
+                if part.may_count_nothing():
+                    raise SplitError("a part of it may have nothing to take the mean of")
         elif self._weighing is Weighing.EXAMPLES and not self.has_like_shares():
             raise SplitError(
                 "its parts have different shares of labels that count, and the loss is no "
                 "plain mean over these; return (sum, weight) from loss_fn"
             )
 
+    def check_scalings(self) -> None:
+        """Look at what else the parts' losses were divided by: one number, or as they weigh.
+
+        Raises:
+            OtherPathError: the parts weigh otherwise than the whole would.
+        """
+        by_loss = self._weighing is Weighing.LOSS
+        weights = [
+            float(part.divisors[0]) if by_loss and part.divisors else examples
+            for examples, part in zip(self._examples, self._parts, strict=True)
+        ]
+        rows = [[*map(float, part.scalings)] for part in self._parts]
+        if len({*map(len, rows)}) > 1:  # a loss of each example by itself, say
+            rows = [row[-1:] for row in rows]
+        columns = [column for column in zip(*rows, strict=False) if len({*column}) > 1]
+        if not all(_is_proportional(each, weights) for each in columns):
+            raise OtherPathError(
+                "its parts have other shares of what their loss is divided by than of its weights",
+                set(),
+            )
+
     def has_like_shares(self) -> bool:
         """True if the loss operators of all parts divide by as much for each example."""
-        shares = [
-            tuple(float(divisor) / examples for divisor in divisors)
-            for examples, divisors in self._divisors
-        ]
-        return all(all(each) and _are_alike(each, shares[0]) for each in shares)
+        rows = [[*map(float, part.means)] for part in self._parts]
+        return len({*map(len, rows)}) <= 1 and all(
+            all(column) and _is_proportional(column, self._examples)
+            for column in zip(*rows, strict=True)
+        )
 
 
-def _are_alike(shares: tuple[float, ...], first: tuple[float, ...]) -> bool:
-    """Means join by numbers of examples only if operators divide by as much for each."""
-    return len(shares) == len(first) and all(
-        abs(one - other) <= 1e-6 * abs(one) for one, other in zip(shares, first, strict=True)
-    )
+def _is_proportional(numbers: Sequence[float], weights: Sequence[float]) -> bool:
+    pairs = [*zip(numbers, weights, strict=True)]
+    most, weight = max(pairs)
+    return all(math.isclose(one * weight, most * other, rel_tol=1e-6) for one, other in pairs)
