@@ -45,7 +45,7 @@ from daf.operators import activation as activation_function
 from daf.operators import eligibility
 from daf.operators.chunked import weight_gradient
 from daf.pool import host_planes
-from daf.pool.device_pools import DeviceStores
+from daf.pool.device_pool import DeviceStores
 from daf.pool.host_planes import HostStore
 from daf.pool.page_size import DEVICE_ENTRY_BYTES
 from daf.pool.paged_pool import PagedStore

@@ -20,8 +20,7 @@ from daf.codecs.coder import Coder
 from daf.core.code_format import code_bytes, plane_bytes
 from daf.core.code_tables import rotated_error
 from daf.core.policy import Method, Treatment, plain_policy, policy_for, with_fused_operators
-from daf.pool.device_pool import DevicePagedStore
-from daf.pool.device_pools import DeviceStores
+from daf.pool.device_pool import DevicePagedStore, DeviceStores
 from daf.pool.host_planes import HostPlanes, HostStore
 from daf.pool.store import PlainStore
 from daf.torch_compat.stream_order import HomeStream

@@ -21,8 +21,7 @@ from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.errors import KernelError, PoolFullError
 from daf.kernels.triton.planes import DevicePlanes
 from daf.pool import device_pool
-from daf.pool.device_pool import DevicePagedStore, DevicePlaneTensor
-from daf.pool.device_pools import DeviceStores
+from daf.pool.device_pool import DevicePagedStore, DevicePlaneTensor, DeviceStores
 
 CPU = torch.device("cpu")
 IMPORTANCE = {bits: [4.0, 3.0, 2.0, 1.0][:bits] for bits in (1, 2, 3, 4)}

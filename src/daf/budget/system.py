@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 
 import psutil
 
-from daf.memory.soft_limits import soft_limit_bytes
+from daf.memory.process_memory import soft_limit_bytes
 
 _KIB = 1024
 

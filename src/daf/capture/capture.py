@@ -48,7 +48,7 @@ from daf.operators.dispatch import OperatorDispatch
 from daf.operators.operator_context import OperatorContext
 from daf.operators.registry import OperatorFamilies
 from daf.pool.default import make_store
-from daf.pool.device_pools import DeviceStores
+from daf.pool.device_pool import DeviceStores
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import Store
 from daf.recompute.replay import ReplayLog

@@ -11,7 +11,7 @@ from daf.codecs.registry import RegisteredCode, encoder_named
 from daf.core.policy import Treatment
 from daf.kernels.devices import is_coded_on_device
 from daf.kernels.normalisation import Channels, ElementCode
-from daf.pool.device_pools import DeviceStores
+from daf.pool.device_pool import DeviceStores
 from daf.pool.store import Store
 
 

@@ -9,6 +9,7 @@ Elsewhere psutil's resident size and the largest sample, which misses what happe
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -104,6 +105,16 @@ def reset_peak() -> bool:
     except OSError:
         return False
     return True
+
+
+def soft_limit_bytes(name: str) -> int | None:
+    """Return this process's soft limit of ``name`` (``"RLIMIT_AS"``: ``ulimit -v``); None: none."""
+    if sys.platform == "win32":
+        return None
+    import resource  # Unix only
+
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def warm_up(device: torch.device = CPU) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -12,10 +10,7 @@ from daf.core.policy import Treatment
 from daf.kernels import PageFields
 from daf.kernels.cpu.backend import CpuBackend
 from daf.kernels.normalisation import CodedValues, Encoding
-
-
-class _Planes(NamedTuple):
-    fields: PageFields
+from daf.pool.views import PlaneView
 
 
 def words_for(count: int, bits: int, *, pinned: bool) -> Tensor:
@@ -34,6 +29,6 @@ def encode_on_host(
     count = tensor.numel()
     if words is None:
         words = words_for(count, treatment.bits, pinned=False)
-    planes = _Planes(PageFields.flat(words.data_ptr(), count, treatment.bits))
+    planes = PlaneView(PageFields.flat(words.data_ptr(), count, treatment.bits))
     CpuBackend().encode_values(CodedValues(planes, treatment, key, count), Encoding(tensor))
     return words

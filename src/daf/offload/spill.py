@@ -32,8 +32,14 @@ from torch import Tensor
 
 from daf.core.errors import SavedTensorError
 from daf.core.units import format_bytes
-from daf.offload.spill_file import DEFAULT_QUOTA_SHARE, Extents, SpillFile, open_disk_file
-from daf.offload.spill_io import read_storage, write_storage
+from daf.offload.spill_file import (
+    DEFAULT_QUOTA_SHARE,
+    Extents,
+    SpillFile,
+    open_disk_file,
+    read_storage,
+    write_storage,
+)
 from daf.pool.record_store import RecordStore
 
 _MIB = 2**20

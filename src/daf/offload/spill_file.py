@@ -1,4 +1,4 @@
-"""The file of spilled tensors, and a map of its used parts.
+"""The file of spilled tensors, a map of its used parts, and a storage there and back: checked.
 
 It is unlinked as it is made (``O_TMPFILE`` where available), for its owner only.
 
@@ -16,13 +16,18 @@ import ctypes
 import errno
 import os
 import tempfile
+import zlib
 from pathlib import Path
+from typing import Any
 
 import psutil
+from torch import Tensor
 
 from daf.core.errors import SpillError
+from daf.core.units import format_bytes
 
 ALIGNMENT_BYTES = 4096
+CHUNK_BYTES = 4 * 2**20
 DEFAULT_QUOTA_SHARE = 0.5  # of the space that is free when the file is made
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 # <fcntl.h>: _WRITE starts writing what is not on its way; _ALL also waits before and after.
@@ -121,6 +126,71 @@ def file_system_of(place: Path) -> str:
     mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
     holding = [mount for mount in mounts if real.is_relative_to(mount)]
     return mounts[max(holding, key=lambda mount: len(mount.parts))] if holding else ""
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the whole storage of a CPU tensor; valid while the tensor lives."""
+    storage = tensor.untyped_storage()
+    array: Any = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    return memoryview(array).cast("B")
+
+
+def write_storage(file: SpillFile, content: Tensor, offset: int) -> int:
+    """Write a storage at an offset; returns its checksum once it is on the disk."""
+    view, checksum, before = _bytes_of(content), 0, None
+    for start in range(0, len(view), CHUNK_BYTES):
+        chunk = view[start : start + CHUNK_BYTES]
+        checksum = zlib.crc32(chunk, checksum)
+        _write_whole(file, chunk, offset + start)
+        if before is not None:
+            file.settle(*before)
+        before = (offset + start, len(chunk))
+    if before is not None:
+        file.settle(*before)
+    return checksum
+
+
+def _write_whole(file: SpillFile, chunk: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(chunk):
+        count = file.write(chunk[done:], offset + done)
+        if count == 0:
+            raise OSError(errno.ENOSPC, "it takes no more bytes")
+        done += count
+
+
+def read_storage(file: SpillFile, into: Tensor, offset: int, checksum: int, site: str) -> Tensor:
+    """Read a storage from an offset; SpillError if the disk fails or the checksum differs."""
+    view, found = _bytes_of(into), 0
+    where = f"the tensor saved at {site}, {format_bytes(len(view))} at offset {offset} of the file"
+    for start in range(0, len(view), CHUNK_BYTES):
+        chunk = view[start : start + CHUNK_BYTES]
+        _read_whole(file, chunk, offset + start, where)
+        found = zlib.crc32(chunk, found)
+    if found != checksum:
+        raise SpillError(
+            f"asked for {where}: checksum {found:08x}, but {checksum:08x} was written; "
+            "the disk or its memory is failing: spill elsewhere, or train without"
+        )
+    return into
+
+
+def _read_whole(file: SpillFile, chunk: memoryview, offset: int, where: str) -> None:
+    done = 0
+    while done < len(chunk):
+        try:
+            count = file.read(chunk[done:], offset + done)
+        except OSError as error:
+            raise SpillError(
+                f"asked for {where}: the disk answered: {error.strerror or error}; "
+                "spill elsewhere, or train without"
+            ) from error
+        if count == 0:
+            raise SpillError(
+                f"asked for {where}: the file ends at {offset + done}; "
+                "spill elsewhere, or train without"
+            )
+        done += count
 
 
 class Extents:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from daf.core.errors import PoolFullError
-from daf.memory.soft_limits import soft_limit_bytes
+from daf.memory.process_memory import soft_limit_bytes
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import PlainStore, Store
 

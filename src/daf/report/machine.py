@@ -17,7 +17,7 @@ from daf.budget.pressure import pressure_files
 from daf.budget.request import AUTO
 from daf.budget.system import THIS_SYSTEM
 from daf.memory import glibc, process_memory
-from daf.memory.soft_limits import soft_limit_bytes
+from daf.memory.process_memory import soft_limit_bytes
 
 
 def survey() -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from daf.pool.device_pools import DeviceStores
+from daf.pool.device_pool import DeviceStores
 from daf.pool.store import Store
 
 

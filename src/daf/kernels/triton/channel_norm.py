@@ -15,7 +15,6 @@ from torch import Tensor
 
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.core.errors import KernelError
-from daf.kernels.cpu.checks import check_channels
 from daf.kernels.normalisation import (
     Channels,
     Decoding,
@@ -37,7 +36,7 @@ from daf.kernels.triton.launch import (
     patterns,
 )
 from daf.kernels.triton.planes import DevicePlanes
-from daf.kernels.triton.reductions import fold_spans, span_elements, span_shape, sum_spans
+from daf.kernels.triton.reductions import SpanSums, fold_spans, span_elements
 
 _COLUMNS = 128
 
@@ -119,33 +118,21 @@ def derive(source: Tensor, forward: Channels, decoding: Decoding) -> None:
     )
 
 
-class ChannelProducts:
+class ChannelProducts(SpanSums):
     """Sums of the masked gradient, and of its products with the values, span by span."""
 
     def __init__(self, gradient: Tensor, channels: int, inner: int) -> None:
-        check_channels(channels, inner)
-        self._gradient = gradient
-        self._channels = channels
-        # The elements of a single channel are neighbours in any layout.
-        self._inner = gradient.numel() if channels == 1 else inner
+        super().__init__(gradient, channels, inner)
         self.span_blocks = span_elements(channels) // BLOCK_ELEMENTS
-        self._rows = torch.zeros(
-            (2, *span_shape(gradient.numel(), channels)),
-            dtype=torch.float64,
-            device=gradient.device,
-        )
 
     def add(self, values: Values, mask: DevicePlanes | None) -> None:
         """Add the spans of these values."""
-        count, channels, inner = self._gradient.numel(), self._channels, self._inner
-        spans = values.spans(count, span_elements(channels))
-        elements, kind = patterns(self._gradient, count)
-        given = {"source": elements, "count": count, "TYPE": kind, "mask": mask_words(mask, count)}
-        sum_spans(self._rows, spans, channels, inner, given | values.arguments(count))
+        spans = values.spans(self._count, span_elements(self._channels))
+        self.add_spans(spans, mask_words(mask, self._count), values.arguments(self._count))
 
     def totals(self) -> Sums:
         """Return sums, and sums of products."""
-        return fold_spans(self._rows)
+        return fold_spans(self.rows)
 
 
 def write_gradient(

@@ -17,7 +17,7 @@ from daf.kernels import RangeStrategy
 from daf.kernels.cpu.checks import check_channels, check_member
 from daf.kernels.normalisation import Sums
 from daf.kernels.triton.launch import on_device, patterns
-from daf.kernels.triton.planes import NO_PLANES
+from daf.kernels.triton.planes import NO_PLANES, PlaneWords
 from daf.kernels.triton.reduction_kernels import (
     channel_span_sums,
     finish_ranges,
@@ -54,31 +54,32 @@ def measure_ranges(
     check_member("strategy", strategy, tuple(RangeStrategy))
     check_channels(channels, inner)
     elements, kind = patterns(source, source.numel())
-    tiles = _cut(source.numel(), channels, 1 if channels == 1 else inner)
+    programs, tiles = _cut(source.numel(), channels, 1 if channels == 1 else inner)
     least, greatest = (torch.empty(channels, device=source.device, **_KEYS) for _ in range(2))
-    if tiles.programs == 1:
-        _reduce(elements, kind, _ALONE, tiles, (least, greatest))
-    else:
-        keys = _places_of_keys(strategy, tiles, source.device)
-        _reduce(elements, kind, int(strategy), tiles, keys)
+    is_alone = programs == 1
+    shape = (programs, channels)
+    keys = (least, greatest) if is_alone else _places_of_keys(strategy, shape, source.device)
+    on_device(
+        reduce_ranges,
+        (programs, -(-channels // tiles["COLUMNS"])),
+        source.device,
+        source=elements,
+        least=keys[0],
+        greatest=keys[1],
+        TYPE=kind,
+        STRATEGY=_ALONE if is_alone else int(strategy),
+        **tiles,
+    )
+    if not is_alone:
         _finish(keys, (least, greatest))
     return least.view(torch.float32), greatest.view(torch.float32)
 
 
-class _Tiles(NamedTuple):
-    """How programs share a tensor: each takes ``steps`` tiles of (rows, columns)."""
+def _cut(count: int, channels: int, inner: int) -> tuple[int, dict[str, int]]:
+    """Return the programs of one group of channels; the kernel's arguments that say what each does.
 
-    size: int
-    rows: int
-    channels: int
-    inner: int
-    tile_rows: int
-    columns: int
-    steps: int
-    programs: int  # of one group of channels
-
-
-def _cut(count: int, channels: int, inner: int) -> _Tiles:
+    Each takes STEPS tiles of (ROWS, COLUMNS).
+    """
     rows = inner * -(-count // (channels * inner))
     columns = min(_power_of_two(channels), _WIDEST) if inner < _WIDEST else 1
     tile_rows = _TILE // columns
@@ -86,37 +87,17 @@ def _cut(count: int, channels: int, inner: int) -> _Tiles:
     if steps > _MOST_ALONE:
         steps = _power_of_two(-(-rows // (tile_rows * _MOST_PARTIALS)))
     programs = max(1, -(-rows // (tile_rows * steps)))
-    return _Tiles(count, rows, channels, inner, tile_rows, columns, steps, programs)
+    sizes = {"count": count, "rows": rows, "channels": channels, "inner": inner}
+    return programs, sizes | {"STEPS": steps, "ROWS": tile_rows, "COLUMNS": columns}
 
 
-def _places_of_keys(strategy: RangeStrategy, tiles: _Tiles, device: torch.device) -> _Pair:
+def _places_of_keys(strategy: RangeStrategy, shape: tuple[int, int], device: torch.device) -> _Pair:
     """Return (partials, channels) each: room to write, or cells filled to compare with."""
     if strategy is RangeStrategy.TREE:
-        shape = (tiles.programs, tiles.channels)
         low, high = (torch.empty(shape, device=device, **_KEYS) for _ in range(2))
         return low, high
-    cells = torch.full((2, 1, tiles.channels), _GREATEST_KEY, device=device, **_KEYS)
+    cells = torch.full((2, 1, shape[1]), _GREATEST_KEY, device=device, **_KEYS)
     return cells[0], cells[1]
-
-
-def _reduce(elements: Tensor, kind: int, strategy: int, tiles: _Tiles, written: _Pair) -> None:
-    on_device(
-        reduce_ranges,
-        (tiles.programs, -(-tiles.channels // tiles.columns)),
-        elements.device,
-        source=elements,
-        least=written[0],
-        greatest=written[1],
-        count=tiles.size,
-        rows=tiles.rows,
-        channels=tiles.channels,
-        inner=tiles.inner,
-        TYPE=kind,
-        STRATEGY=strategy,
-        STEPS=tiles.steps,
-        ROWS=tiles.tile_rows,
-        COLUMNS=tiles.columns,
-    )
 
 
 def _finish(keys: _Pair, ends: _Pair) -> None:
@@ -139,28 +120,30 @@ def _finish(keys: _Pair, ends: _Pair) -> None:
 
 def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> Sums:
     """Return sums and, as products, sums of squares, of what ``measure_ranges`` takes."""
-    check_channels(channels, inner)
-    count = source.numel()
-    elements, kind = patterns(source, count)
-    shape = (2, *span_shape(count, channels))
-    rows = torch.zeros(shape, dtype=torch.float64, device=source.device)
-    spans = -(-count // span_elements(channels))
-    if count > 0:
-        alone = {
-            "mask": NO_PLANES,
-            "values": None,
-            "first_value": 0,
-            "VALUE_TYPE": kind,
-            "affine": None,
-        }
-        given = {"source": elements, "count": count, "TYPE": kind, **alone}
-        sum_spans(rows, (0, spans), channels, count if channels == 1 else inner, given)
-    return fold_spans(rows)
+    sums = SpanSums(source, channels, inner)
+    if source.numel() > 0:
+        spans = (0, -(-source.numel() // span_elements(channels)))
+        sums.add_spans(spans, NO_PLANES, {"values": None, "first_value": 0, "affine": None})
+    return fold_spans(sums.rows)
 
 
-def span_shape(count: int, channels: int) -> tuple[int, int]:
-    """Return (spans up to a power of two, channels): the shape of the spans' sums."""
-    return _power_of_two(-(-count // span_elements(channels))), channels
+class SpanSums:
+    """Sums of channels of masked elements, and of their products with values, span by span."""
+
+    def __init__(self, source: Tensor, channels: int, inner: int) -> None:
+        check_channels(channels, inner)
+        self._count, self._channels = source.numel(), channels
+        self._elements, self._kind = patterns(source, self._count)
+        # The elements of a single channel are neighbours in any layout.
+        self._inner = self._count if channels == 1 else inner
+        spans = _power_of_two(-(-self._count // span_elements(channels)))
+        self.rows = torch.zeros((2, spans, channels), dtype=torch.float64, device=source.device)
+
+    def add_spans(self, spans: tuple[int, int], mask: PlaneWords, values: dict[str, Any]) -> None:
+        """Add spans [first, last); ``values``: the kernels' arguments, squares without any."""
+        given = {"source": self._elements, "count": self._count, "mask": mask}
+        given |= {"TYPE": self._kind, "VALUE_TYPE": self._kind, **values}
+        sum_spans(self.rows, spans, self._channels, self._inner, given)
 
 
 def fold_spans(rows: Tensor) -> Sums:

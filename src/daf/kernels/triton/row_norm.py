@@ -90,11 +90,6 @@ class RowProducts:
             "length": self.length,
             "TYPE": kind,
         }
-        self._add_rows(first, last, common)
-        if self._spans is not None:
-            self._add_columns(self._spans, spans, common)
-
-    def _add_rows(self, first: int, last: int, common: dict[str, Any]) -> None:
         on_device(
             device.row_factors,
             (-(-((last - first) // self.length) // _ROWS),),
@@ -107,19 +102,18 @@ class RowProducts:
             CENTRED=self._centred,
             ROWS=_ROWS,
         )
-
-    def _add_columns(self, sums: Tensor, spans: tuple[int, int], common: dict[str, Any]) -> None:
-        on_device(
-            device.column_span_sums,
-            (spans[1] - spans[0], -(-self.length // _COLUMNS)),
-            self._gradient.device,
-            **common,
-            sums=sums[0],
-            products=sums[1],
-            first_span=spans[0],
-            SPAN_ROWS=ROWS_PER_SPAN,
-            COLUMNS=_COLUMNS,
-        )
+        if self._spans is not None:
+            on_device(
+                device.column_span_sums,
+                (spans[1] - spans[0], -(-self.length // _COLUMNS)),
+                self._gradient.device,
+                **common,
+                sums=self._spans[0],
+                products=self._spans[1],
+                first_span=spans[0],
+                SPAN_ROWS=ROWS_PER_SPAN,
+                COLUMNS=_COLUMNS,
+            )
 
     def columns(self) -> Sums | None:
         """Return sums along the rows, (length,) each; None unless summing."""
