@@ -424,4 +424,4 @@ def test_all_devices_are_one_to_who_asks() -> None:
     assert ([entry.tag for entry in entries], unlisted) == ([1, 1, 2], 0)
     stores.set_cap(1)
     assert kept_bits(second) == 1
-    assert stores.on(torch.device("cpu", 1)).cap_bytes == 1
+    assert stores.on(torch.device("cpu", 1)).statistics().cap_bytes == 1

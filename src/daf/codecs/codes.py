@@ -165,7 +165,16 @@ class ValueCode(_Code, Values):
             raise CodecError(f"asked for a value code by {treatment.method}; use rotated or minmax")
         element_type(tensor.dtype)
         count = tensor.numel()
-        self._hold(count, _value_planes(store, count, treatment, weight, tag), treatment, key)
+        # Those of ``rotated`` codes after the first are evictable unless the code stays whole.
+        stays = treatment.method is Method.MINMAX or treatment.whole
+        planes = store.allocate_planes(
+            count,
+            treatment.bits,
+            minimum_bits=None if stays else 1,
+            importance=None if stays else plane_importance(count, treatment.bits, weight),
+            tag=tag,
+        )
+        self._hold(count, planes, treatment, key)
         with self.planes.filling() as filled, opened(output) as written:
             encoding = Encoding(tensor, channels, rows, written)
             backend_of(tensor).encode_values(self.at(filled), encoding)
@@ -224,15 +233,3 @@ def elements_in(blocks: tuple[int, int], count: int) -> int:
 
 def _planes(store: Any, count: int, bits: int) -> Any:
     return store.allocate_planes(count, bits, headers=False)
-
-
-def _value_planes(store: Any, count: int, treatment: Treatment, weight: float, tag: int) -> Any:
-    """Allocate planes; those of ``rotated`` codes after the first are evictable unless whole."""
-    stays = treatment.method is Method.MINMAX or treatment.whole
-    return store.allocate_planes(
-        count,
-        treatment.bits,
-        minimum_bits=None if stays else 1,
-        importance=None if stays else plane_importance(count, treatment.bits, weight),
-        tag=tag,
-    )

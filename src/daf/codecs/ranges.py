@@ -86,28 +86,22 @@ class Ranges:
         return self._choose(tensor, cut) if self._has_choice(tensor) else PYTORCH
 
     def _choose(self, tensor: Tensor, cut: Cut) -> str:
+        name = device_name(tensor.device)
+        shape_class = _class_name(tensor.dtype, tensor.numel().bit_length() // 2, cut)
         with self._lock:
-            chooser = self._chooser(tensor.device)
-            return chooser.choose(_shape_class(tensor, cut), _Trial(tensor, cut))
+            if name not in self._choosers:
+                self._choosers[name] = self._chooser_type(name, STRATEGIES, self._cache)
+            return self._choosers[name].choose(shape_class, _Trial(tensor, cut))
 
     def _has_choice(self, tensor: Tensor) -> bool:
-        is_large = tensor.numel() >= LEAST_ELEMENTS
-        return is_large and _has_kernels(tensor) and tensor.device not in self._broken
-
-    def _chooser(self, device: torch.device) -> Chooser:
-        name = device_name(device)
-        if name not in self._choosers:
-            self._choosers[name] = self._chooser_type(name, STRATEGIES, self._cache)
-        return self._choosers[name]
-
-
-def _shape_class(tensor: Tensor, cut: Cut) -> str:
-    """Name the sizes that share a choice: elements, channels and inner length in powers of four."""
-    return _class_name(tensor.dtype, tensor.numel().bit_length() // 2, cut)
+        if tensor.numel() < LEAST_ELEMENTS or tensor.device in self._broken:
+            return False
+        return is_codable(tensor.dtype) and is_dense(tensor) and can_code_on(tensor.device)
 
 
 @cache
 def _class_name(dtype: torch.dtype, power: int, cut: Cut) -> str:
+    """Name the sizes that share a choice: elements, channels and inner length in powers of four."""
     channels = () if cut == WHOLE else (number.bit_length() // 2 for number in cut)
     return "-".join(map(str, (dtype, power, *channels))).removeprefix("torch.")
 
@@ -203,10 +197,6 @@ def _users_caches() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
-
-def _has_kernels(tensor: Tensor) -> bool:
-    return is_codable(tensor.dtype) and is_dense(tensor) and can_code_on(tensor.device)
 
 
 def _by_pytorch(tensor: Tensor, cut: Cut) -> Ends:

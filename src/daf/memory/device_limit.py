@@ -142,9 +142,7 @@ class DeviceKeeper(Keeper):
     def follow_growth(self) -> bool:
         """Return True if the bound is near; only the allocator's own memory counts here."""
         with self._lock:
-            if self._limit_bytes is None:
-                return False
-            return self._memory.held_bytes() > self._limit_bytes - NEAR_BYTES
+            return self._limit_bytes is not None and self._over_bytes() > -NEAR_BYTES
 
     def rebound(self, budget_bytes: int | None) -> int:
         """Set another budget, or none, within a step; return the bytes of codes evicted for it.
@@ -188,8 +186,8 @@ class DeviceKeeper(Keeper):
         """Free the cache where ``needed_bytes`` could pass the bound."""
         with self._lock:
             # Without a limit the allocator takes new blocks before it frees its cache.
-            is_tight = self._limit_bytes is not None and not self._unbounded
-            if is_tight and self._memory.held_bytes() + needed_bytes > (self._limit_bytes or 0):
+            is_bound = self._limit_bytes is not None and not self._unbounded
+            if is_bound and self._over_bytes() + needed_bytes > 0:
                 self._memory.release_cached()
 
     def _change_unbounded(self, by: int | None) -> int:
@@ -215,5 +213,5 @@ class DeviceKeeper(Keeper):
             self._share_now = share
 
     def _shrink(self) -> None:
-        if self._limit_bytes is not None and self._memory.held_bytes() > self._limit_bytes:
+        if self._over_bytes() > 0:
             self._memory.release_cached()

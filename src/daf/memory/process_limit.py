@@ -39,7 +39,16 @@ class MemoryKeeper(Keeper):
 
     @property
     def settings(self) -> list[str]:
-        return _words(recycles=self._claim.redirects) if self._claim in owners else []
+        found: list[str] = []
+        if self.recycles:
+            found.append(
+                "PyTorch's and NumPy's blocks of 128 KiB and more are recycled, the budget is a "
+                "limit"
+            )
+        if self._claim in owners and glibc.can_return_freed_blocks():
+            size = format_bytes(glibc.RETURN_BLOCKS_FROM_BYTES)
+            found.append(f"glibc returns other freed blocks of {size} and more at once")
+        return found
 
     @property
     def missing_bytes(self) -> int:
@@ -195,19 +204,6 @@ class MemoryKeeper(Keeper):
             self._claim.lifted = 0 if by is None else max(0, before + by)
             owners.settle()
             return before
-
-
-def _words(*, recycles: bool) -> list[str]:
-    """Return what is set in the process."""
-    found = []
-    if recycles:
-        found.append(
-            "PyTorch's and NumPy's blocks of 128 KiB and more are recycled, the budget is a limit"
-        )
-    if glibc.can_return_freed_blocks():
-        size = format_bytes(glibc.RETURN_BLOCKS_FROM_BYTES)
-        found.append(f"glibc returns other freed blocks of {size} and more at once")
-    return found
 
 
 def _set_limit(claim: Claim, other_bytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -110,28 +111,24 @@ def split(
     tensors, single routes are then changed while that helps. The GPU always packs tensors larger
     than ``most_raw_bytes``.
     """
-    both = [tensor.raw_bytes <= most_raw_bytes for tensor in saved]
-    places = {len(saved) * part // _PREFIXES for part in range(_PREFIXES + 1)}
-    plans = [simulate(saved, _up_to(place, both), rates, forward_ms) for place in sorted(places)]
+    both = [place for place, tensor in enumerate(saved) if tensor.raw_bytes <= most_raw_bytes]
+    plans = []
+    for end in sorted({len(saved) * part // _PREFIXES for part in range(_PREFIXES + 1)}):
+        routes = [Route.GPU_PACKS] * len(saved)
+        for place in both[: bisect_left(both, end)]:
+            routes[place] = Route.CPU_PACKS
+        plans.append(simulate(saved, routes, rates, forward_ms))
     best = min(plans, key=lambda plan: plan.exposed_ms)
     improved = len(saved) <= _FEW
     while improved:
         improved = False
-        for index in reversed([place for place, may in enumerate(both) if may]):
+        for index in reversed(both):
             routes = list(best.routes)
             routes[index] = other(routes[index])
             changed = simulate(saved, routes, rates, forward_ms)
             if changed.exposed_ms < best.exposed_ms - 1e-9:
                 best, improved = changed, True
     return best
-
-
-def _up_to(place: int, both: Sequence[bool]) -> list[Route]:
-    """Return routes by which the processor packs those before a place, as far as it may."""
-    return [
-        Route.CPU_PACKS if may and index < place else Route.GPU_PACKS
-        for index, may in enumerate(both)
-    ]
 
 
 def other(route: Route) -> Route:

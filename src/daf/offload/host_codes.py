@@ -157,7 +157,8 @@ class HostCodes:
         if is_recorded(tensor):  # a graph would copy to memory that has another owner by then
             return None
         wanted = pinned_bytes(code_bytes(count, bits))
-        if self._pinned_bytes() + wanted > self._options.limit_bytes:
+        pinned = sum(place.store.pinned_bytes for place in self._all())
+        if pinned + wanted > self._options.limit_bytes:
             self._explain()
             return None
         return self._place(tensor.device).store
@@ -243,9 +244,6 @@ class HostCodes:
                 self._places[device] = found
         return found
 
-    def _pinned_bytes(self) -> int:
-        return sum(place.store.pinned_bytes for place in self._all())
-
     def _explain(self) -> None:
         if not self._warned:
             self._warned = True
@@ -258,18 +256,12 @@ class HostCodes:
             )
 
 
-@dataclass(slots=True)
 class _Leaving:
     """Raw data on their way, which nobody may change before they are copied."""
 
-    source: Tensor | None
-    raw: Tensor
-    ticket: Any
-    version: int = -1
-
-    def __post_init__(self) -> None:
-        assert self.source is not None
-        self.version = self.source._version
+    def __init__(self, source: Tensor, raw: Tensor, ticket: Any) -> None:
+        self.source: Tensor | None = source
+        self.raw, self.ticket, self.version = raw, ticket, source._version
 
     def check(self) -> None:
         """Raise SavedTensorError if the data changed meanwhile: codes are of what was saved."""

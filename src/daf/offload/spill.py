@@ -362,12 +362,9 @@ class SpillStore(RecordStore[SpillRecord]):
 
     def _open(self) -> _Space:
         if self._space is None or self._space.process != os.getpid():
-            file = self._open_file()
-            self._space = _Space(file, self._quota_bytes())
+            file, quota_bytes = self._open_file(), self._options.quota_bytes
+            if quota_bytes is None:
+                place = self._options.directory or tempfile.gettempdir()
+                quota_bytes = int(DEFAULT_QUOTA_SHARE * shutil.disk_usage(place).free)
+            self._space = _Space(file, quota_bytes)
         return self._space
-
-    def _quota_bytes(self) -> int:
-        if self._options.quota_bytes is not None:
-            return self._options.quota_bytes
-        place = self._options.directory or tempfile.gettempdir()
-        return int(DEFAULT_QUOTA_SHARE * shutil.disk_usage(place).free)

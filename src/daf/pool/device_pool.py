@@ -151,11 +151,6 @@ class DevicePagedStore:
         with self._lock:
             return sum(tensor.nbytes for tensor in self._living.values())
 
-    @property
-    def cap_bytes(self) -> int | None:
-        """The most to hold, with records, without page tables (a few thousandths); None: no cap."""
-        return self._numbers.cap_bytes
-
     def statistics(self) -> PoolStatistics:
         """Return the current account of the pages."""
         return self._numbers.statistics()
@@ -240,7 +235,10 @@ class DevicePagedStore:
             self._deferred_bytes = max(0, left_bytes) if self._in_use else 0
 
     def set_cap(self, cap_bytes: int | None) -> Evicted:
-        """Set the cap at once and evict what is above it."""
+        """Set the cap at once and evict what is above it.
+
+        It bounds pages and records, not page tables (a few thousandths); None: no cap.
+        """
         with self._lock:
             given = self._numbers.set_cap(cap_bytes)
             self._free_evicted()

@@ -53,12 +53,6 @@ def check_key(key: int) -> None:
         raise KernelError(f"asked for key {key}; a key has 64 bits and no sign")
 
 
-def check_item_bytes(item_bytes: int) -> None:
-    """Check the item size of packed integers."""
-    if item_bytes not in (1, 2, 4, 8):
-        raise KernelError(f"asked for items of {item_bytes} bytes; 1, 2, 4 and 8 exist")
-
-
 def check_borders(address: int, count: int) -> None:
     """Check ``count`` ascending float32 numbers at an address."""
     check_pointer("borders", address)

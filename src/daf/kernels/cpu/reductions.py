@@ -8,8 +8,6 @@ workspace may lie anywhere and hold anything.
 
 from __future__ import annotations
 
-from typing import Any
-
 import daf._native as _native
 from daf.core.code_format import ElementType
 from daf.kernels import ChannelSums, RangeStrategy
@@ -65,7 +63,8 @@ def measure_ranges(
     check_channels(channels, inner)
     check_member("strategy", strategy, tuple(RangeStrategy))
     places = (least, greatest, workspace)
-    _check_pointers(("least", "greatest", "workspace"), places)
+    for name, address in zip(("least", "greatest", "workspace"), places, strict=True):
+        check_pointer(name, address)
     more = (channels, inner, *places, int(strategy))
     job = Job(threads, count, element_type, source)
     run(lambda *call: _native.measure_ranges(*call, *more), job, "source")
@@ -83,11 +82,6 @@ def rows_workspace_bytes(count: int, length: int, threads: int) -> int:
     check_call(count, threads)
     check_row_length(count, length)
     return int(_native.rows_workspace_bytes(count, length, threads))
-
-
-def _check_pointers(names: tuple[str, ...], addresses: tuple[Any, ...]) -> None:
-    for name, address in zip(names, addresses, strict=True):
-        check_pointer(name, address)
 
 
 def _check_shape(count: int, threads: int, channels: int, inner: int) -> None:

@@ -48,11 +48,6 @@ class Values(NamedTuple):
     blocks: tuple[int, int]
     affine: Channels | None = None
 
-    @property
-    def first(self) -> int:
-        """Number of the element that ``content`` begins with."""
-        return 0 if self.affine is not None else self.blocks[0] * BLOCK_ELEMENTS
-
     def part(self, count: int) -> tuple[int, int]:
         """Return the (first, last) elements of the blocks, of a tensor of ``count``."""
         first, last = self.blocks
@@ -67,12 +62,11 @@ class Values(NamedTuple):
 
     def arguments(self, count: int) -> dict[str, Any]:
         """Return the kernels' arguments."""
-        first, last = self.part(count)
-        held = count if self.affine is not None else last - first
-        content, kind = patterns(self.content, held)
+        first, last = self.part(count) if self.affine is None else (0, count)
+        content, kind = patterns(self.content, last - first)
         return {
             "values": content,
-            "first_value": self.first,
+            "first_value": first,
             "VALUE_TYPE": kind,
             "affine": affine_of(self.affine),
         }

@@ -143,7 +143,7 @@ def launch(
     if "TURNS" in kernel.arg_names:
         arguments["TURNS"] = turns
     if isinstance(kernel, InterpretedFunction):
-        blocks = _interpreter_blocks(count)
+        blocks = min(_INTERPRETER_BLOCKS, 1 << (block_count(count) - 1).bit_length())
     elif tile.registers is not None and torch.version.hip is None:
         arguments["maxnreg"] = tile.registers
     grid = (-(-block_count(count) // (blocks * turns)),)
@@ -165,10 +165,6 @@ def on_device(
     chosen = nullcontext() if device.type == "cpu" else torch.cuda.device(device)
     with chosen:
         kernel[grid](**arguments, enable_fp_fusion=False, num_warps=warps)
-
-
-def _interpreter_blocks(count: int) -> int:
-    return min(_INTERPRETER_BLOCKS, 1 << (block_count(count) - 1).bit_length())
 
 
 @cache

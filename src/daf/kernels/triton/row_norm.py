@@ -65,6 +65,7 @@ class RowProducts:
         self._gradient = gradient
         self._scale = scale
         self.length = length
+        self.span_blocks = length  # a span has as many rows as a block has elements
         self._gamma = gamma
         self._centred = centred
         factors: dict[str, Any] = {"dtype": torch.float32, "device": gradient.device}
@@ -72,11 +73,6 @@ class RowProducts:
         self.of_value = Channels(scales, shifts, length)
         shape = (2, -(-rows // ROWS_PER_SPAN), length)
         self._spans = torch.empty(shape, **factors) if summing else None
-
-    @property
-    def span_blocks(self) -> int:
-        """Blocks in a span, which has as many rows as a block has elements."""
-        return self.length
 
     def add(self, values: Values) -> None:
         """Add the rows of these values, whole spans of them."""
