@@ -26,8 +26,8 @@ from daf.kernels import devices
 from daf.offload import host_codes
 from daf.offload.collaborative_packing import Route
 from daf.offload.host_codes import HostCodes, HostMemoryWarning, HostOptions
-from daf.offload.host_encoder import encode_on_host
 from daf.offload.routing import Sent
+from daf.pool.host_planes import encode_on_host
 
 TWO_BITS = Treatment(Method.ROTATED, 2)
 TREATMENTS = (

@@ -140,13 +140,6 @@ def _pace(samples: Mapping[str, Sequence[float]], of_part: Mapping[str, float]) 
     return max(taken[0] / of_part[name] for name, taken in samples.items())
 
 
-def _chosen(seconds: Mapping[str, float], usual: str | None) -> str:
-    best = min(seconds, key=seconds.__getitem__)
-    if usual is None or seconds[best] < seconds[usual] * (1 - MARGIN):
-        return best
-    return usual
-
-
 @dataclass
 class Choice:
     """The strategy chosen for one shape class, and the seconds that each took."""
@@ -179,7 +172,10 @@ class Chooser:
         """Return the choice with the seconds behind it; benchmarks time it again from there."""
         if shape_class not in self._choices:
             seconds = calibrate(self._strategies, trial, clock=self._clock)
-            self._choices[shape_class] = Choice(seconds, _chosen(seconds, trial.usual()))
+            best, usual = min(seconds, key=seconds.__getitem__), trial.usual()
+            if usual is not None and not seconds[best] < seconds[usual] * (1 - MARGIN):
+                best = usual
+            self._choices[shape_class] = Choice(seconds, best)
             self._write()
         return self._choices[shape_class]
 

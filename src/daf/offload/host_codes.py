@@ -29,9 +29,8 @@ from daf.kernels.devices import can_code_on, is_processor, is_recorded
 from daf.kernels.normalisation import Channels
 from daf.memory.domain import device_of
 from daf.offload.collaborative_packing import Route
-from daf.offload.host_encoder import encode_on_host, words_for
 from daf.offload.routing import Routes, Sent
-from daf.pool.host_planes import HostPlanes, HostStore
+from daf.pool.host_planes import HostPlanes, HostStore, encode_on_host, words_for
 
 _MIB = 2**20
 _ASK_AGAIN_S = 0.0002

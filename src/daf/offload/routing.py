@@ -26,7 +26,7 @@ from daf.offload.collaborative_packing import (
     other,
     split,
 )
-from daf.offload.host_encoder import encode_on_host
+from daf.pool.host_planes import encode_on_host
 from daf.pool.transfers import Transfers
 
 _PROBE_ELEMENTS = 1 << 20

@@ -6,7 +6,6 @@ import ctypes
 from itertools import pairwise
 from typing import Any
 
-from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, ChannelSums, PageFields
 
@@ -37,14 +36,6 @@ def check_member(name: str, value: int, allowed: Widths) -> None:
     """Check that a value is one of ``allowed``."""
     if value not in allowed:
         raise KernelError(f"asked for {name} {value!r}; {allowed[0]} to {allowed[-1]} exist")
-
-
-def check_element_type(element_type: int) -> None:
-    """Check a number of ElementType."""
-    if element_type not in tuple(ElementType):
-        raise KernelError(
-            f"asked for element type {element_type!r}; float32, bfloat16 and float16 exist"
-        )
 
 
 def check_key(key: int) -> None:

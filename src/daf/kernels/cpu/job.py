@@ -19,7 +19,6 @@ from daf.kernels import (
 )
 from daf.kernels.cpu.checks import (
     check_call,
-    check_element_type,
     check_key,
     check_mask,
     check_member,
@@ -88,7 +87,10 @@ def run(kernel: Callable[[str, Job], bool], job: Job, *needed: str) -> bool:
 
 
 def _check_numbers(job: Job) -> None:
-    check_element_type(job.element_type)
+    if job.element_type not in tuple(ElementType):
+        raise KernelError(
+            f"asked for element type {job.element_type!r}; float32, bfloat16 and float16 exist"
+        )
     check_member("rounds", job.rounds, (1, 2))
     check_key(job.key)
     if job.blocks is not None:

@@ -36,7 +36,7 @@ from daf.kernels.triton.launch import (
     patterns,
 )
 from daf.kernels.triton.planes import DevicePlanes
-from daf.kernels.triton.reductions import SpanSums, fold_spans, span_elements
+from daf.kernels.triton.reductions import SpanSums, span_elements
 
 _COLUMNS = 128
 
@@ -123,10 +123,6 @@ class ChannelProducts(SpanSums):
         """Add the spans of these values."""
         spans = values.spans(self._count, span_elements(self._channels))
         self.add_spans(spans, mask_words(mask, self._count), values.arguments(self._count))
-
-    def totals(self) -> Sums:
-        """Return sums, and sums of products."""
-        return fold_spans(self.rows)
 
 
 def write_gradient(

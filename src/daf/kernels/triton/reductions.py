@@ -124,7 +124,7 @@ def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> Sums:
     if source.numel() > 0:
         spans = (0, -(-source.numel() // span_elements(channels)))
         sums.add_spans(spans, NO_PLANES, {"values": None, "first_value": 0, "affine": None})
-    return fold_spans(sums.rows)
+    return sums.totals()
 
 
 class SpanSums:
@@ -141,53 +141,47 @@ class SpanSums:
 
     def add_spans(self, spans: tuple[int, int], mask: PlaneWords, values: dict[str, Any]) -> None:
         """Add spans [first, last); ``values``: the kernels' arguments, squares without any."""
-        given = {"source": self._elements, "count": self._count, "mask": mask}
-        given |= {"TYPE": self._kind, "VALUE_TYPE": self._kind, **values}
-        sum_spans(self.rows, spans, self._channels, self._inner, given)
+        channels, inner, rows = self._channels, self._inner, self.rows
+        first, count = spans[0], spans[1] - spans[0]
+        span, where = span_elements(channels), rows.device
+        arguments: dict[str, Any] = {"source": self._elements, "count": self._count, "mask": mask}
+        arguments |= {"sums": rows[0], "products": rows[1], "first_span": first}
+        arguments |= {"TYPE": self._kind, "VALUE_TYPE": self._kind, **values}
+        if inner == 1 and channels % _LANES == 0:
+            # A channel's elements then have one of sixteen lanes.
+            columns = min(_power_of_two(channels), _MOST_COLUMNS)
+            sides = SideBySide(channels, span, count, -(-span // channels))
+            grid: tuple[int, ...] = (-(-count // _SPANS), -(-channels // columns))
+            arguments |= {"sides": sides, "SPANS": _SPANS, "COLUMNS": columns}
+            on_device(side_by_side_sums, grid, where, **arguments)
+            return
+        period, tiles = channels * inner, -(-channels // _CHANNELS)
+        periods, groups = (span - 1) // period + 2, (min(inner, span) + 14) // 16 + 1
+        runs = Runs(channels, inner, period, span, periods, groups, tiles, _CHANNELS * inner)
+        grid = (count * tiles,)
+        on_device(channel_span_sums, grid, where, **arguments, runs=runs, COLUMNS=_CHANNELS)
 
-
-def fold_spans(rows: Tensor) -> Sums:
-    """Fold two kinds of sums, (2, spans, channels), to (channels,) each, by halving strides."""
-    while rows.shape[1] > _MOST_FOLDED:
-        half = rows.shape[1] // 2
-        rows = rows[:, :half] + rows[:, half:]
-    _, spans, channels = rows.shape
-    columns = min(_power_of_two(channels), max(1, _MOST_FOLDED // spans), 8)
-    out = torch.empty(2, channels, dtype=torch.float64, device=rows.device)
-    on_device(
-        fold_halves,
-        (-(-channels // columns), 2),
-        rows.device,
-        rows=rows,
-        out=out,
-        channels=channels,
-        WIDTH=spans,
-        LEVELS=spans.bit_length() - 1,
-        COLUMNS=columns,
-    )
-    return Sums(out[0], out[1])
-
-
-def sum_spans(
-    rows: Tensor, spans: tuple[int, int], channels: int, inner: int, given: dict[str, Any]
-) -> None:
-    """Sum channels and products in spans [first, last) of ``rows``; ``given``: other arguments."""
-    first, count = spans[0], spans[1] - spans[0]
-    span, where = span_elements(channels), rows.device
-    arguments = {"sums": rows[0], "products": rows[1], "first_span": first, **given}
-    if inner == 1 and channels % _LANES == 0:  # a channel's elements then have one of sixteen lanes
-        columns = min(_power_of_two(channels), _MOST_COLUMNS)
-        sides = SideBySide(channels, span, count, -(-span // channels))
-        grid: tuple[int, ...] = (-(-count // _SPANS), -(-channels // columns))
+    def totals(self) -> Sums:
+        """Fold both kinds of the spans' sums to (channels,) each, by halving strides."""
+        rows = self.rows
+        while rows.shape[1] > _MOST_FOLDED:
+            half = rows.shape[1] // 2
+            rows = rows[:, :half] + rows[:, half:]
+        _, spans, channels = rows.shape
+        columns = min(_power_of_two(channels), max(1, _MOST_FOLDED // spans), 8)
+        out = torch.empty(2, channels, dtype=torch.float64, device=rows.device)
         on_device(
-            side_by_side_sums, grid, where, **arguments, sides=sides, SPANS=_SPANS, COLUMNS=columns
+            fold_halves,
+            (-(-channels // columns), 2),
+            rows.device,
+            rows=rows,
+            out=out,
+            channels=channels,
+            WIDTH=spans,
+            LEVELS=spans.bit_length() - 1,
+            COLUMNS=columns,
         )
-        return
-    period, tiles = channels * inner, -(-channels // _CHANNELS)
-    periods, groups = (span - 1) // period + 2, (min(inner, span) + 14) // 16 + 1
-    runs = Runs(channels, inner, period, span, periods, groups, tiles, _CHANNELS * inner)
-    grid = (count * tiles,)
-    on_device(channel_span_sums, grid, where, **arguments, runs=runs, COLUMNS=_CHANNELS)
+        return Sums(out[0], out[1])
 
 
 class Runs(NamedTuple):
