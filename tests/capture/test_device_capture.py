@@ -235,7 +235,7 @@ def test_planes_that_a_lower_cap_takes_are_read_no_more(code_everything: None) -
             capture.pool_bytes = 1
             assert capture.stats.held_bytes < whole
             if not processor:
-                assert capture.devices.on(x.device).cap_bytes == 1
+                assert capture.devices.on(x.device).statistics().cap_bytes == 1
             loss.backward()
         found = [each.grad for each in model.parameters() if each.grad is not None]
         return found, capture.stats
