@@ -27,12 +27,16 @@ class PlaneOptions(TypedDict, total=False):
 class Planes(Protocol):
     """The planes and headers of one tensor, until the last reference is dropped.
 
-    Write inside ``filling``, seal, read inside ``pinned``; in between, some may be evicted.
+    Write through ``view``, seal, read inside ``pinned``; in between, some may be evicted.
     """
 
     @property
     def nbytes(self) -> int:
         """Bytes that they take now."""
+
+    @property
+    def view(self) -> PlaneView:
+        """Where to write; invalid once sealed."""
 
     def filling(self) -> AbstractContextManager[PlaneView]:
         """Yield where to write."""
@@ -104,6 +108,10 @@ class _WholePlanes:
 
     def __del__(self) -> None:
         self._store.live_bytes -= self.nbytes
+
+    @property
+    def view(self) -> PlaneView:
+        return PlaneView(self._fields)
 
     def seal(self) -> None:
         """Do nothing."""
