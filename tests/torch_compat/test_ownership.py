@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from daf.capture.capture import Capture
 from daf.capture.compress import compress
 from daf.core.policy import policy_for, with_fused_operators
 from daf.operators.chunked import weight_gradient
-from daf.torch_compat.ownership import is_held_by_none_but
+from daf.torch_compat.ownership import is_held_by_none_but, sole_holders
 
 pytestmark = pytest.mark.smoke
 
@@ -152,3 +153,16 @@ def test_a_convolution_s_gradient_is_written_over_its_result_s(
         assert torch.equal(kept, given)
     expected = torch.autograd.grad(conv(x), x, given)[0]
     torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_holders_are_told_apart_while_frames_are_watched() -> None:
+    """Compiled code runs under Dynamo's frame evaluation, which holds the arguments of calls."""
+    leaf = torch.ones(3, requires_grad=True)
+    before = sole_holders(), is_held_by_none_but((leaf * 2,))
+    sole_holders.cache_clear()
+    set_eval_frame(False)  # as inside a compiled call: run what is compiled, compile nothing
+    try:
+        watched = sole_holders(), is_held_by_none_but((leaf * 2,))
+    finally:
+        set_eval_frame(None)
+    assert before == watched == (sole_holders(), True)

@@ -75,10 +75,10 @@ class BatchCut:
         size = self.size(batch)
         if self.own is not None or count >= size:
             return [*range(min(count, size))]
-        every = zip(tensors_in_batch(batch), self.dims, strict=False)
+        every = [*zip(tensors_in_batch(batch), self.dims, strict=False)][::-1]  # labels come last
         cut = [(each.detach(), dim) for each, dim in every if dim is not None]
         found, last = list[int](), size - 1
-        for tensor, dim in sorted(reversed(cut), key=lambda pair: _is_inexact(pair[0])):
+        for tensor, dim in sorted(cut, key=lambda pair: _is_inexact(pair[0])):
             rows = tensor.narrow(dim, 0, min(size, _MOST_LOOKED_AT))
             within = [each for each in range(rows.dim()) if each != dim]
             sums = (rows.sum(within) if within else rows).tolist()

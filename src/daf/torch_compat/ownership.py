@@ -24,7 +24,13 @@ def holders_of(tensor: Tensor) -> Holders:
     storage = tensor.untyped_storage()
     of_storage = storage_holders(storage._cdata)
     of_tensor: int = tensor._use_count()  # type: ignore[attr-defined]
-    return of_tensor, of_storage, sys.getrefcount(tensor), sys.getrefcount(storage)
+    of_object = sys.getrefcount(tensor) - _references_of(object())
+    return of_tensor, of_storage, of_object, sys.getrefcount(storage)
+
+
+def _references_of(argument: object) -> int:
+    """Return what a call holds of its argument: one reference more while Dynamo watches frames."""
+    return sys.getrefcount(argument)
 
 
 class _Probe(torch.autograd.Function):
