@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from daf.budget.growth import AHEAD_READINGS, AHEAD_S, MOST_AHEAD_S, MOST_BYTES,
 from daf.budget.limits import Bound
 from daf.budget.request import Request, parse_budget
 from daf.core.errors import UnitError
+from daf.memory.owners import account_lock
 
 
 class Clock:
@@ -299,3 +301,29 @@ def test_being_moved_to_another_group_is_noticed(tree: Tree, clock: Clock, gover
     tree.v2_group("/small", used_mb=299, maximum_mb=500)
     clock.now_s += 1.0
     assert governor.refresh().budget_bytes == 500 * MB
+
+
+def test_a_budget_asked_while_a_function_is_read_stays(govern: Any) -> None:
+    """Watchers refresh on threads of their own: what they began to read must not come last."""
+
+    def slow() -> str:
+        if is_watching:
+            governor.ask("300MB")
+        return "700MB"
+
+    is_watching = False
+    governor = govern(slow)
+    is_watching = True
+    assert governor.refresh().budget_bytes == 300 * MB
+    assert governor.reading.budget_bytes == governor.refresh().budget_bytes == 300 * MB
+
+
+def test_a_budget_asked_while_a_watcher_waits_stays(govern: Any) -> None:
+    governor = govern("300MB")
+    watcher = threading.Thread(target=governor.refresh)
+    with account_lock:
+        watcher.start()
+        watcher.join(0.05)  # it has begun, and waits
+        governor.ask("700MB")
+    watcher.join()
+    assert governor.reading.budget_bytes == 700 * MB

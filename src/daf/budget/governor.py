@@ -135,8 +135,9 @@ class Governor:
     def ask(self, budget: Budget) -> Reading:
         """Replace the budget at once; raises UnitError, and keeps it, if it cannot be parsed."""
         request = parse_budget(budget() if callable(budget) else budget)
-        self._asked = budget
-        return self._move(request, at_once=True)
+        with account_lock:
+            self._asked = budget
+            return self._move(request, at_once=True)
 
     def refresh(self, *, urgent: bool = False) -> Reading:
         """Read the user's function, the limits and, for ``"auto"``, memory pressure again.
@@ -144,8 +145,12 @@ class Governor:
         ``urgent``: a trigger reported memory pressure. Raises what that function raises, and
         UnitError if it returns no budget.
         """
-        request = parse_budget(self._asked()) if callable(self._asked) else self._request
-        return self._move(request, urgent=urgent)
+        asked = self._asked
+        request = parse_budget(asked()) if callable(asked) else None
+        with account_lock:
+            if asked is not self._asked:  # another thread has asked for another one meanwhile
+                return self.reading
+            return self._move(request if callable(asked) else self._request, urgent=urgent)
 
     def slack_bytes(self) -> int:
         """Return how far the tightest bound was above the budget at the last reading."""
@@ -157,14 +162,13 @@ class Governor:
     def _move(
         self, request: Request | None, *, at_once: bool = False, urgent: bool = False
     ) -> Reading:
-        with account_lock:
-            at_once = at_once or request != self._request
-            self._request = request
-            if request is None:
-                self.reading = Reading(None, "no budget was asked for")
-            else:
-                self.reading = self._settled(request, at_once=at_once, urgent=urgent)
-            return self.reading
+        at_once = at_once or request != self._request
+        self._request = request
+        if request is None:
+            self.reading = Reading(None, "no budget was asked for")
+        else:
+            self.reading = self._settled(request, at_once=at_once, urgent=urgent)
+        return self.reading
 
     def _settled(self, request: Request, *, at_once: bool, urgent: bool) -> Reading:
         self._bounds = self._read_bounds(request)
