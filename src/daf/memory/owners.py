@@ -36,9 +36,10 @@ class Claim:
     ``budget_bytes``: of the whole process, from which ``limit_bytes``, the account's, follows;
     ``spare_bytes`` less than usual. ``expected_bytes``: freed blocks make way beyond it, until more
     is needed. ``lifted``: while above 0, no limit is in force. ``make_room``: called at the limit;
-    ``limit_by_pages``: then computes the limit anew, if the rest of the process has shrunk since.
-    ``must_finish``: nothing may be refused; ``overrun_bytes`` counts what passes all limits then.
-    ``missing_bytes``: by which the last refused allocation passed the limit.
+    ``limit_by_pages``: then computes the limit anew, where the rest of the process may have given
+    back the bytes that are missing. ``must_finish``: nothing may be refused; ``overrun_bytes``
+    counts what passes all limits then. ``missing_bytes``: by which the last refused allocation
+    passed the limit.
     """
 
     redirects: bool = False  # PyTorch's and NumPy's allocations pass the account
@@ -49,7 +50,7 @@ class Claim:
     limit_bytes: int | None = None
     expected_bytes: int | None = None
     make_room: MakeRoom | None = None
-    limit_by_pages: Callable[[Claim], int | None] | None = None
+    limit_by_pages: Callable[[Claim, int], int | None] | None = None
     lifted: int = 0
     must_finish: bool = False
     overrun_bytes: int = 0
@@ -174,7 +175,7 @@ class Owners:
             limit, before = _limit_of(claims), [claim.limit_bytes for claim in claims]
             for claim in claims:
                 if claim.limit_by_pages is not None:
-                    claim.limit_bytes = claim.limit_by_pages(claim)
+                    claim.limit_bytes = claim.limit_by_pages(claim, missing_bytes)
             found = _limit_of(claims)
             if limit is not None and found is not None and found - limit >= missing_bytes:
                 self.settle()

@@ -217,16 +217,20 @@ def _set_limit(claim: Claim, other_bytes: int) -> int:
     return claim.limit_bytes or 0
 
 
-def _limit_by_pages(claim: Claim) -> int | None:
-    """Return the limit that the budget leaves now; takes ms.
+def _limit_by_pages(claim: Claim, missing_bytes: int) -> int | None:
+    """Return the limit that the budget leaves now, where it may have risen by so much.
 
-    Blocks that are not written yet are the account's already, and so no other part's.
+    Blocks that are not written yet are the account's already, and so no other part's. To find
+    them takes ms, so it is asked first what the limit would be if there were none missing.
     """
     if claim.budget_bytes is None:
         return claim.limit_bytes
     glibc.return_free_memory()
-    spare_bytes = _spare_bytes(claim.budget_bytes) + claim.spare_bytes
-    return max(0, claim.budget_bytes - audit().rest_bytes - spare_bytes)
+    left_bytes = claim.budget_bytes - _spare_bytes(claim.budget_bytes) - claim.spare_bytes
+    most_bytes = left_bytes + stats()["held_bytes.current"] - process_memory.resident_bytes()
+    if most_bytes < (claim.limit_bytes or 0) + missing_bytes:
+        return claim.limit_bytes
+    return max(0, left_bytes - audit().rest_bytes)
 
 
 def _spare_bytes(budget_bytes: int) -> int:
