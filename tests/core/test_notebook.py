@@ -70,6 +70,8 @@ def test_a_step_shows_its_peak_within_the_budget() -> None:
     assert "12.5 ms" in shown
     assert "over the budget" not in shown
     assert "over the budget" in replace(report, overrun_bytes=5)._repr_html_()
+    assert "overdrafts" not in shown
+    assert "overdrafts" in replace(report, overdraft_bytes=5)._repr_html_()
 
 
 def test_saved_bytes_are_shown_beside_plain_pytorch_s() -> None:

@@ -15,7 +15,8 @@ class StepReport:
     ``peak_bytes``: of the process or GPU; ``swapped_bytes`` of them lay in swap at the end.
     ``evicted_bytes``: of codes, under the pool's cap or the budget. ``released_gradients``: stepped
     and freed inside backward. ``overrun_bytes``: what such a step, which cannot be retried, needed
-    over the budget. ``budget_bytes``: at its end (None: no budget).
+    over the budget. ``overdraft_bytes``: served beyond the limit, in refused attempts too,
+    to callers that cannot bear a refusal. ``budget_bytes``: at its end (None: no budget).
 
     ``added_variance``: expected from codes, beside the batch's own ``batch_variance``: squared
     lengths of the mean loss's gradient, or of the steps of an optimizer that divides by it (None:
@@ -32,6 +33,7 @@ class StepReport:
     evicted_bytes: int = 0
     released_gradients: int = 0
     overrun_bytes: int = 0
+    overdraft_bytes: int = 0
     budget_bytes: int | None = None
     added_variance: float | None = None
     batch_variance: float | None = None
@@ -63,6 +65,7 @@ class StepReport:
             "micro-batch": self.micro_batch,
             "evicted codes": format_bytes(self.evicted_bytes) if self.evicted_bytes else None,
             "over the budget": format_bytes(self.overrun_bytes) if self.overrun_bytes else None,
+            "overdrafts": format_bytes(self.overdraft_bytes) if self.overdraft_bytes else None,
             "noise added by codes": None if noise is None else f"{noise:.2%} of the batch's own",
             "gradient norm": None if norm is None else f"{norm:.4g}",
             "rolled back to step": self.rolled_back_to,

@@ -47,6 +47,11 @@ class Keeper(ABC):
     def overrun_bytes(self) -> int:
         """Bytes over the bound of a step that had begun to change parameters."""
 
+    @property
+    def overdraft_bytes(self) -> int:
+        """Bytes served beyond the bound so far, where a refusal would have been a crash."""
+        return 0
+
     @abstractmethod
     def open(self) -> None:
         """Apply the settings; does nothing if open."""
@@ -78,6 +83,10 @@ class Keeper(ABC):
 
     def expect(self, expected_bytes: int) -> None:  # noqa: B027
         """Expect about this need from now on; the bound stays."""
+
+    def spare_less(self) -> bool:
+        """Leave less free from now on, where a last plan was refused; False if nothing is left."""
+        return False
 
     @abstractmethod
     def follow_growth(self) -> bool:

@@ -24,7 +24,7 @@ from daf.planning.options import Allowed
 from daf.session.budget_controller import BudgetController
 from daf.session.noise_controller import NoiseController
 from daf.session.plan_autotuner import StepMeasurement
-from daf.session.plan_selector import PlanSelector
+from daf.session.plan_selector import ANOTHER_PROCESS_BYTES, PlanSelector
 from daf.session.step_profiles import AHEAD, ProfileGrowth, StepProfiles
 from daf.step.context import BatchInfo, StepContext
 from daf.step.loss_weights import PARAMETER
@@ -108,9 +108,11 @@ class PlanController(Resumable):
                 if profiles.own.split_refusal or budget_bytes < NEAR * (error.least_bytes or 0):
                     raise
                 # Larger steps, for which this one had room, promise other bytes of the smallest.
-                timed = profiles.own.micro_batch_ms
+                timed, first = profiles.own.micro_batch_ms, profiles.own.first_peak_bytes
                 smallest = self._measured(context, on_progress, 0)  # as where it was named
-                profiles = smallest.changed(lambda each: replace(each, micro_batch_ms=timed))
+                profiles = smallest.changed(
+                    lambda each: replace(each, micro_batch_ms=timed, first_peak_bytes=first)
+                )
                 plan = self._begun(context, profiles, budget_bytes)
             self.keeper.flush()  # what planning held
             return self._adopt(plan)
@@ -248,7 +250,10 @@ class PlanController(Resumable):
         return self.budget_controller.bound(plan)
 
     def tighter(self, plan: Plan) -> Plan | None:
-        """Adopt and return the next tighter plan, parameters untouched; None if none is known."""
+        """Adopt and return the next tighter plan, parameters untouched; None if none is known.
+
+        The last one is tried again once, with less left free.
+        """
         self.budget_controller.follow()
         if not self.is_planned or self.budget_bytes is None:
             return None
@@ -260,7 +265,9 @@ class PlanController(Resumable):
                 return moved
         tighter = self.selector.tighten(plan)
         self.keeper.flush()  # what planning held
-        return None if tighter is None else self._adopt(tighter)
+        if tighter is None:
+            return plan if self.keeper.spare_less() else None
+        return self._adopt(tighter)
 
     def _cuts_unproven(self, plan: Plan, context: StepContext) -> bool:
         return bool(context.choice.refusal) and plan.micro_batch < context.info.examples
@@ -320,7 +327,7 @@ class PlanController(Resumable):
         profiles, budget_bytes = self.selector.profiles, self.budget_controller.lowest_bytes
         if profiles is None or self.budget_bytes is None or budget_bytes is None:
             return None
-        missing = budget_bytes + self.keeper.missing_bytes
+        missing = budget_bytes + self.keeper.missing_bytes + ANOTHER_PROCESS_BYTES
         least = max(self.selector.least_bytes(), missing)
         return BudgetError(planner.refusal(profiles.own, budget_bytes, least), least)
 

@@ -236,6 +236,7 @@ class StepRunner:
         self.plan_controller.note_accumulated(self.retries.users.nbytes())
         running = self.plan_controller.plan_for(context)
         self.counters.begin_peak()
+        overdraft_bytes = self.keeper.overdraft_bytes
         start_s = time.perf_counter()
         loss, running, has_diverged = self._run_watched(context, running)
         if has_diverged:
@@ -260,6 +261,7 @@ class StepRunner:
             peak_bytes,
             gradient_norm=norm,
             overrun_bytes=overrun_bytes,
+            overdraft_bytes=self.keeper.overdraft_bytes - overdraft_bytes,
             budget_bytes=budget_bytes,
             **noise._asdict(),
         )
