@@ -125,6 +125,7 @@ bool encode_minmax_range(const Job& job, size_t first, size_t last) {
   Reader reader(job);
   Batch batch;
   Grid grids[batch_blocks];
+  bool finite = true;
   for (size_t start = first; start < last; start += batch_blocks) {
     const size_t size = last - start < batch_blocks ? last - start : batch_blocks;
     for (size_t i = 0; i < size; ++i) {
@@ -150,10 +151,11 @@ bool encode_minmax_range(const Job& job, size_t first, size_t last) {
       } else {
         clear_planes(job, index);
         mark_non_finite(job.headers + 2 * index);
+        finite = false;
       }
     }
   }
-  return true;
+  return finite;
 }
 
 // Without a grid, values are numbers of steps.

@@ -156,7 +156,8 @@ DAF_INLINE V::I quantize(const V::Shorts& shorts, const RotatedTables<bits>& tab
 }
 
 // Stage 5: writes the header's scale; a block of equal values has none, a non-finite one no codes.
-DAF_INLINE void finish_block(const Job& job, const RotatedState& state, size_t i, size_t index) {
+// False for the latter.
+DAF_INLINE bool finish_block(const Job& job, const RotatedState& state, size_t i, size_t index) {
   uint16_t* header = job.headers + 2 * index;
   const float norm = state.norm[i], product = float(state.product[i]);
   const float scale = norm * (integer_length * scale_unit) / product * state.prescale[i].inverse;
@@ -164,9 +165,10 @@ DAF_INLINE void finish_block(const Job& job, const RotatedState& state, size_t i
   // The greatest magnitude may miss a NaN; the norm does not.
   const bool finite = state.prescale[i].finite && norm == norm && is_finite_bfloat16(header[0]) &&
                       is_finite_bfloat16(header[1]);
-  if (finite && norm != 0.0f) return;
+  if (finite && norm != 0.0f) return true;
   clear_planes(job, index);
   if (!finite) mark_non_finite(header);
+  return finite;
 }
 
 template <int bits>
@@ -176,6 +178,7 @@ bool encode_rotated_range(const Job& job, size_t first, size_t last) {
   Signs signs(job.key, job.rounds);
   Batch batch;
   RotatedState state;
+  bool finite = true;
   for (size_t start = first; start < last; start += batch_blocks) {
     const size_t size = last - start < batch_blocks ? last - start : batch_blocks;
     for (size_t i = 0; i < size; ++i) {
@@ -201,9 +204,9 @@ bool encode_rotated_range(const Job& job, size_t first, size_t last) {
       const auto products = quantize<bits>(state.rotated[i], tables, rows);
       state.product[i] = V::reduce_add(products);
     }
-    for (size_t i = 0; i < size; ++i) finish_block(job, state, i, start + i);
+    for (size_t i = 0; i < size; ++i) finite &= finish_block(job, state, i, start + i);
   }
-  return true;
+  return finite;
 }
 
 template <int kept_bits, int q = 0>

@@ -143,13 +143,14 @@ def decode_mask(planes: DevicePlanes, destination: Tensor, code: ElementCode) ->
 class PagedBackend:
     """The same as a backend, of masks and values in float32 alone."""
 
-    def encode_values(self, code: CodedValues, encoding: Encoding) -> None:
+    def encode_values(self, code: CodedValues, encoding: Encoding) -> bool:
         assert not any(encoding[1:])
         treatment, source = code.treatment, encoding.source
         if treatment.method is Method.ROTATED:
             encode_rotated(source, code.planes, treatment.rounds, code.key)
         else:
             encode_minmax(source, code.planes, code.key)
+        return True
 
     def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
         out, *more = decoding

@@ -111,9 +111,9 @@ class ProcessorCodec(CpuBackend):
     def __init__(self) -> None:
         self.encoded: list[int] = []
 
-    def encode_values(self, code: CodedValues, encoding: Encoding) -> None:
+    def encode_values(self, code: CodedValues, encoding: Encoding) -> bool:
         self.encoded.append(encoding.source.numel())
-        super().encode_values(code._replace(planes=_view(code.planes)), encoding)
+        return super().encode_values(code._replace(planes=_view(code.planes)), encoding)
 
     def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
         super().decode_values(code._replace(planes=_view(code.planes)), decoding)

@@ -39,9 +39,9 @@ class ToyBackend(PagedBackend):
     def __init__(self) -> None:
         self.coded_bytes = 0
 
-    def encode_values(self, code: CodedValues, encoding: Encoding) -> None:
+    def encode_values(self, code: CodedValues, encoding: Encoding) -> bool:
         self.coded_bytes += code_bytes(encoding.source.numel(), code.treatment.bits)
-        super().encode_values(code, encoding)
+        return super().encode_values(code, encoding)
 
 
 def test_a_toy_device_trains_a_model_with_its_codes_in_pages_of_its_own(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from guarded import FlatCode
 from reference import codecs as reference
+from reference.elements import widen_bfloat16
 from thoroughness import at_most, pairs
 
 from daf.core.code_format import ElementType, Predicate, words_per_plane
@@ -54,6 +55,11 @@ def make_affine(cases, channels: int, inner: int) -> reference.Affine:
     return reference.Affine(cases.gaussian(channels, 5), cases.gaussian(channels, 6), inner)
 
 
+def is_finite(code: reference.Code) -> bool:
+    """Encoders tell whether a block holds a value that is not finite."""
+    return bool(np.isfinite(widen_bfloat16(code.headers)).all())
+
+
 class Native:
     """The native codecs behind the oracle's signatures."""
 
@@ -63,13 +69,15 @@ class Native:
     def encode_rotated(self, source, element_type, bits, rounds, key, affine=None):
         room = FlatCode(len(source), bits)
         options = (rounds, key, self.threads, channel_affine(affine))
-        native_calls.encode_rotated(address(source), element_type, room.fields, *options)
+        done = native_calls.encode_rotated(address(source), element_type, room.fields, *options)
+        assert done == is_finite(room.code)
         return room.code
 
     def encode_minmax(self, source, element_type, bits, key, affine=None):
         room = FlatCode(len(source), bits)
         options = (key, self.threads, channel_affine(affine))
-        native_calls.encode_minmax(address(source), element_type, room.fields, *options)
+        done = native_calls.encode_minmax(address(source), element_type, room.fields, *options)
+        assert done == is_finite(room.code)
         return room.code
 
     def _decode(self, target: reference.Target, dtype, affine, call) -> np.ndarray:

@@ -131,9 +131,12 @@ class ElementsCode(_Code):
 
 
 class ValueCode(_Code, Values):
-    """``rotated`` or ``minmax`` planes with block headers; ``rotated`` keeps at least its first."""
+    """``rotated`` or ``minmax`` planes with block headers; ``rotated`` keeps at least its first.
 
-    __slots__ = ("key", "treatment")
+    ``is_finite``: False if a value is known not to be, whose block of 256 decodes to NaN.
+    """
+
+    __slots__ = ("is_finite", "key", "treatment")
 
     def __init__(
         self,
@@ -177,7 +180,7 @@ class ValueCode(_Code, Values):
         self._hold(count, planes, treatment, key)
         with self.planes.filling() as filled, opened(output) as written:
             encoding = Encoding(tensor, channels, rows, written)
-            backend_of(tensor).encode_values(self.at(filled), encoding)
+            self.is_finite = backend_of(tensor).encode_values(self.at(filled), encoding)
         self.planes.seal()
 
     @classmethod
@@ -191,7 +194,7 @@ class ValueCode(_Code, Values):
 
     def _hold(self, count: int, planes: Any, treatment: Treatment, key: int) -> None:
         super().__init__(count, planes)
-        self.treatment, self.key = treatment, key
+        self.treatment, self.key, self.is_finite = treatment, key, True
 
     def at(self, planes: Any) -> CodedValues:
         """Return the code as kernels take it, whose ``planes`` are open or pinned."""

@@ -43,8 +43,11 @@ _ELEMENT_TYPES = {
 class Backend(Protocol):
     """Codecs, reductions and normalisations of one type of device."""
 
-    def encode_values(self, code: CodedValues, encoding: Encoding) -> None:
-        """Write the code of values, and the output that belongs to them."""
+    def encode_values(self, code: CodedValues, encoding: Encoding) -> bool:
+        """Write the code of values, and the output that belongs to them.
+
+        False if a value is known not to be finite: its block decodes to NaN.
+        """
 
     def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
         """Write the values from the planes that are left."""

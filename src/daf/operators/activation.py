@@ -237,19 +237,27 @@ class ActivationOperator(FusedOperator):
         self, x: Tensor, smooth: Smooth, treatment: Treatment, holder: InputHolder
     ) -> SmoothHeld:
         """Return what stands for the input; its ``recipe`` computes the input itself."""
-        if treatment == KEEP:
+        recipe = self._recipe(x, treatment, holder)
+        if recipe is None:
             kept, unchanged = holder.keep(x), Channels.times(1.0, x.device)
             values = computed_values(kept, unchanged, x.numel(), self.context.state.ledger)
             held = SmoothHeld(smooth, kept)
             held.recipe = (Term(values),)
             return held
-        recipe = self._known(x)
-        holder.record.treatment = Treatment(Method.REDERIVE) if recipe is not None else treatment
-        if recipe is None:
-            recipe = (Term(holder.encode(x)),)
         held = SmoothHeld(smooth, Rederived(recipe, layout_of(x)))
         held.recipe = recipe
         return held
+
+    def _recipe(self, x: Tensor, treatment: Treatment, holder: InputHolder) -> Recipe | None:
+        """Return how backward computes the input from codes; None: it is kept."""
+        if treatment == KEEP:
+            return None
+        known = self._known(x)
+        holder.record.treatment = treatment if known is None else Treatment(Method.REDERIVE)
+        if known is not None:
+            return known
+        code = holder.encode(x)
+        return (Term(code),) if code.content.is_finite else None
 
     def _known(self, x: Tensor) -> Recipe | None:
         """Return the recipe of the input by a normalisation's code, if that is wide enough."""

@@ -205,13 +205,16 @@ class InputHolder:
         self, x: Tensor, forward: Channels, written: NormOutput, rows: RowMoments | None = None
     ) -> Stored[ValueCode] | Kept:
         """Write ``written`` from ``forward`` of the input, and hold the input or that as a code."""
-        if not self.is_kept:
-            return self.encode(x, forward, written, rows)
-        emit(x.detach(), forward, written, rows)
-        return self.keep(x)
+        if self.is_kept:
+            emit(x.detach(), forward, written, rows)
+            return self.keep(x)
+        code = self.encode(x, forward, written, rows)
+        is_over = written.out.data_ptr() == x.data_ptr()  # then nothing else is left of the input
+        return code if code.content.is_finite or is_over else self.keep(x)
 
     def keep(self, x: Tensor) -> Kept:
         """Hold the input itself."""
+        self.record.treatment = KEEP
         ledger = self._context.state.ledger
         counted = () if self.is_external else (kept_holding(self.sources[0], ledger),)
         return Kept(x, self._version, self.record.site, counted)

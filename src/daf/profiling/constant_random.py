@@ -18,6 +18,7 @@ from torch import Tensor
 from daf.torch_compat.dispatch_mode import DispatchMode
 from daf.torch_compat.operator_mode import OperatorMode
 
+_DROPOUT = torch.ops.aten.native_dropout.default
 _GOLDEN = 0.6180339887498949  # multiples of it spread evenly, so that loops over draws end
 
 
@@ -53,6 +54,8 @@ class ConstantRandom(DispatchMode):
         # Thousands of operators in a pass of a deep model: each line here is a part of its time.
         if kwargs and "dropout_p" in kwargs:
             kwargs = {**kwargs, "dropout_p": 0.0}
+        if func is _DROPOUT:  # most models draw by this alone: nothing is drawn in vain
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         found = func(*args, **kwargs) if kwargs else func(*args)
         constant = _constant(func)
         if constant is not None:
@@ -86,11 +89,6 @@ def _likeliest(found: Tensor, _at: float, args: tuple[Any, ...]) -> Tensor:
     return found.copy_(args[0].topk(found.shape[-1]).indices)
 
 
-def _all_kept(found: tuple[Tensor, Tensor], _at: float, args: tuple[Any, ...]) -> Any:
-    """Fill for ``native_dropout(input, p, train)``, which returns result and mask."""
-    return found[0].copy_(args[0]), found[1].fill_(1)
-
-
 _CONSTANTS: Mapping[str, Constant] = MappingProxyType(
     {
         **dict.fromkeys(("rand", "rand_like"), lambda found, at, _: found.fill_(at % 1.0)),
@@ -105,7 +103,6 @@ _CONSTANTS: Mapping[str, Constant] = MappingProxyType(
         ),
         **dict.fromkeys(("randint", "randint_like", "random_"), _middle),
         "multinomial": _likeliest,
-        "native_dropout": _all_kept,
     }
 )
 

@@ -29,7 +29,7 @@ Proven = tuple[Weighing, str]
 
 MOST_CUTS = 3  # ways that are tried
 LEAST_TIMED = 16  # examples in a batch from which on all proofs take less than a step
-EXAMPLES_FOR_EACH = 8  # then, of the batch, for each from 3 on that a proof takes; else all
+EXAMPLES_FOR_EACH = 8  # then, of the batch, for each that a proof takes; else it takes all
 LEAST_WITH_STATISTICS = 2  # examples, where layers take statistics over them
 HOPELESS = 0.9  # of what a step is expected to take: a plan may need less than what was observed
 NO_PART_RUNS = "no part of it runs by itself, or no dimension of its tensors is one of examples"
@@ -45,9 +45,11 @@ def bytes_to_prove(
     return expected(found, examples) + saved_bytes * examples / found.examples
 
 
-def examples_of(batch: int) -> int:
-    """Return how many examples a proof takes of a batch of so many."""
-    return batch if batch < LEAST_TIMED else min(MOST_EXAMPLES, max(3, batch // EXAMPLES_FOR_EACH))
+def examples_of(batch: int, least: int) -> int:
+    """Return how many examples a proof takes of a batch of so many; all of few, else ``least``."""
+    if batch < LEAST_TIMED:
+        return batch
+    return min(MOST_EXAMPLES, max(least, batch // EXAMPLES_FOR_EACH))
 
 
 @dataclass(eq=False)
@@ -126,14 +128,15 @@ class CutChooser:
             forbidden = splitting.forbidden_because if splitting.split is False else ""
             return SplitChoice(cut, refusal=forbidden or statistics)
         bound_bytes = math.inf if self._is_hopeless(found, budget_bytes) else budget_bytes
-        proven = max(2 * cut.least, examples_of(size))
+        # Two of one class and another show what couples classes, where there are any.
+        proven = max(2 * cut.least, examples_of(size, 3 if cut.has_classes(context.batch) else 2))
         is_tight = self._needed_bytes(found, proven, found.plain_bytes) > budget_bytes
         if is_tight and 2 * cut.least <= size:  # two sizes show what does not grow
             with suppress(Exception):  # what the user's code raises, the proof will find
                 self.within(bound_bytes, partial(self.observe, context, 2 * cut.least))
             self.recover()
         room_bytes = int(self._needed_bytes(found, 2 * cut.least, terse_bytes(found)))
-        examples, is_terse = self._room(found, cut.least, size, budget_bytes)
+        examples, is_terse = self._room(found, cut.least, min(size, proven), budget_bytes)
         if examples is None:
             if splitting.is_promised:
                 return SplitChoice(cut)
@@ -159,10 +162,10 @@ class CutChooser:
             return Weighing.EXAMPLES, f"a part of it fails: {type(error).__name__}: {error}"[:300]
 
     def _room(
-        self, found: Observation, least: int, size: int, budget_bytes: float
+        self, found: Observation, least: int, most: int, budget_bytes: float
     ) -> tuple[int | None, bool]:
         """Return how many examples the budget lets a proof take, and whether saved tersely."""
-        sizes = range(min(size, max(2 * least, examples_of(size))), 2 * least - 1, -1)
+        sizes = range(most, 2 * least - 1, -1)
         for is_terse, saved_bytes in ((False, found.plain_bytes), (True, terse_bytes(found))):
             for examples in sizes:
                 if self._needed_bytes(found, examples, saved_bytes) <= budget_bytes:

@@ -270,7 +270,8 @@ class Packer:
             return derived
         dense = _dense(job.tensor)
         code = self._shared(job, (job.treatment,), lambda: self._value_code(job, dense))
-        assert code is not None
+        if code is None:
+            return None
         held = Rederived((Term(code),), layout_of(dense))
         if job.rederive and dense is job.tensor:
             self._learn_coded(job, held)
@@ -289,14 +290,17 @@ class Packer:
         )
         return None if code is None else Decoded(code, layout_of(dense))
 
-    def _ranged(self, job: PackRequest) -> PackedTensor:
+    def _ranged(self, job: PackRequest) -> PackedTensor | None:
         dense, bits = _dense(job.tensor), job.treatment.bits
         cut = Cut.along(dense, _channel_dimension(job)) if job.treatment.by_channel else WHOLE
         key = (job.treatment, cut, *job.content_key)
         found = job.source.recall(key, Decoded)
         if found is not None:
             return Decoded(found.code, layout_of(dense), **found.arguments)
-        grid = grid_of(*ranges.ours().channel_ends(dense, cut), bits, cut.inner)
+        low, high = ranges.ours().channel_ends(dense, cut)
+        if is_read_freely(dense) and not (high - low).isfinite().all():
+            return None
+        grid = grid_of(low, high, bits, cut.inner)
         steps = ElementCode(Codec.STEPS, grid.to_steps, job.key)
         code = self._elements(job, dense, bits, steps)
         assert code is not None
@@ -323,7 +327,10 @@ class Packer:
         if done is None:
             return None
         forward = done.statistics.forward(done.inner)
-        code = Stored(self._ledger, self._value_code(job, job.tensor, forward))
+        made = self._value_code(job, job.tensor, forward)
+        if made is None:
+            return None
+        code = Stored(self._ledger, made)
         held = NormInput(code, layout_of(job.tensor), done)
         result = job.node_result if job.rederive else None
         if result is not None and result.stride() == job.tensor.stride():
@@ -335,9 +342,11 @@ class Packer:
 
     def _value_code(
         self, job: PackRequest, tensor: Tensor, channels: Channels | None = None
-    ) -> ValueCode:
+    ) -> ValueCode | None:
+        """Encode; None if a value is not finite, which would spoil others of its block."""
         options = {"weight": job.weight, "tag": job.tag}
-        return self._coder.values(tensor, job.treatment, job.key, channels, **options)
+        code = self._coder.values(tensor, job.treatment, job.key, channels, **options)
+        return code if code.is_finite else None
 
 
 def _is_borrowed(held: PackedTensor, treatment: Treatment) -> bool:

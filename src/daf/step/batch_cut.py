@@ -72,11 +72,9 @@ class BatchCut:
 
         Of three and more the last one is of the first one's class, where classes repeat.
         """
-        size = self.size(batch)
+        size, cut = self.size(batch), self._cut(batch)
         if self.own is not None or count >= size:
             return [*range(min(count, size))]
-        every = [*zip(tensors_in_batch(batch), self.dims, strict=False)][::-1]  # labels come last
-        cut = [(each.detach(), dim) for each, dim in every if dim is not None]
         found, last = list[int](), size - 1
         for tensor, dim in sorted(cut, key=lambda pair: _is_inexact(pair[0])):
             rows = tensor.narrow(dim, 0, min(size, _MOST_LOOKED_AT))
@@ -85,11 +83,21 @@ class BatchCut:
             if not tensor.is_complex() and len({*sums}) > 1:
                 found += [sums.index(min(sums)), sums.index(max(sums))]
                 last = found[1] if len(found) == 2 else last
-                if count > 2 and tensor.dim() == 1 and not _is_inexact(tensor):
+                if count > 2 and _is_of_classes(tensor):
                     alike = (i for i, each in enumerate(sums) if each == sums[found[0]])
                     last = next((i for i in alike if i != found[0]), last)
         others = dict.fromkeys(each for each in (*found, *range(size)) if each != last)
         return [*[*others][: count - 1], last]
+
+    def has_classes(self, batch: Any) -> bool:
+        """True if an integer belongs to each example, and some examples share theirs."""
+        found = (each for each, _ in self._cut(batch) if _is_of_classes(each))
+        return any(len({*each.tolist()}) < len(each) for each in found)
+
+    def _cut(self, batch: Any) -> list[tuple[Tensor, int]]:
+        """Return the tensors that are cut, and where; labels, which usually come last, first."""
+        every = [*zip(tensors_in_batch(batch), self.dims, strict=False)][::-1]
+        return [(each.detach(), dim) for each, dim in every if dim is not None]
 
     def parts(self, batch: Any, micro_batch: int) -> list[Any]:
         """Return consecutive micro-batches of ``micro_batch`` examples, the last one shorter.
@@ -113,6 +121,10 @@ class BatchCut:
 
 
 WHOLE = BatchCut()
+
+
+def _is_of_classes(tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and not _is_inexact(tensor)
 
 
 def _is_inexact(tensor: Tensor) -> bool:

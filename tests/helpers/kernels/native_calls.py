@@ -22,9 +22,9 @@ def _decode(codec, fields, destination, element_type, threads, **options: Any) -
 
 def encode_rotated(
     source, element_type, fields, rounds, key, threads, affine=None, emission=None, rows=None
-) -> None:
+) -> bool:
     options = {"rounds": rounds, "key": key, "affine": affine, "emission": emission, "rows": rows}
-    _encode(Codec.ROTATED, source, element_type, fields, threads, **options)
+    return _encode(Codec.ROTATED, source, element_type, fields, threads, **options)
 
 
 def decode_rotated(
@@ -46,9 +46,9 @@ def decode_rotated(
 
 def encode_minmax(
     source, element_type, fields, key, threads, affine=None, emission=None, rows=None
-) -> None:
+) -> bool:
     options = {"key": key, "affine": affine, "emission": emission, "rows": rows}
-    _encode(Codec.MINMAX, source, element_type, fields, threads, **options)
+    return _encode(Codec.MINMAX, source, element_type, fields, threads, **options)
 
 
 def decode_minmax(

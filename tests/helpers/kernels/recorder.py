@@ -9,7 +9,7 @@ import numpy as np
 from reference import channel_norm as reference_norm
 from reference import codecs as reference
 from reference import row_norm as reference_rows
-from reference.elements import element_dtype
+from reference.elements import element_dtype, widen_bfloat16
 
 from daf.core import code_tables
 from daf.core.code_format import ElementType, words_per_plane
@@ -37,6 +37,11 @@ SLOTS = (
 )
 TYPE_OF = {element_dtype(element_type): element_type for element_type in ElementType}
 Content = dict[str, np.ndarray | None]
+
+
+def _is_finite(headers: np.ndarray | None) -> bool:
+    """True unless a block of values holds one that is not finite."""
+    return headers is None or bool(np.isfinite(widen_bfloat16(headers)).all())
 
 
 class Recorder:
@@ -198,7 +203,8 @@ class Recorder:
     def _write(self, operation: str, content: Content, **given: Any) -> None:
         accumulates = content.get("before") is not None
         given |= {"operation": OPERATIONS.index(operation), "accumulate": int(accumulates)}
-        values = [given.get(name, int(name == "done")) for name in PARAMETERS]
+        given.setdefault("done", int(_is_finite(content.get("output_headers"))))
+        values = [given.get(name, 0) for name in PARAMETERS]
         name = (
             f"case {self.case_count}, {operation}, {given['bits']} bits, {given['count']} elements"
         )

@@ -43,9 +43,9 @@ from daf.kernels.normalisation import (
 class CpuBackend(Backend):
     """The backend of the processor, on all of PyTorch's threads."""
 
-    def encode_values(self, code: CodedValues, encoding: Encoding) -> None:
+    def encode_values(self, code: CodedValues, encoding: Encoding) -> bool:
         """Encode in one pass over the source."""
-        codecs.encode(code.codec, _reading(encoding, **_coded(code)))
+        return codecs.encode(code.codec, _reading(encoding, **_coded(code)))
 
     def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
         """Decode in one pass over the resident planes."""

@@ -33,8 +33,8 @@ _DECODERS = {codec: getattr(_native, f"decode_{codec}") for codec in Codec}
 def encode(codec: Codec, job: Job) -> bool:
     """Write the planes that each run of ``job.pages`` has, and the headers, of the source.
 
-    False: an element is not finite (derivative codes; the planes are worthless). KernelError: also
-    if an integer's difference from the base does not fit.
+    False: an element is not finite (planes of derivative codes are worthless then, blocks of values
+    NaN). KernelError: also if an integer's difference from the base does not fit.
     """
     pages = _checked(codec, job)
     if codec is Codec.ROTATED:

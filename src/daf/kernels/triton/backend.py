@@ -38,14 +38,15 @@ from daf.kernels.triton.launch import elements_in
 class TritonBackend(Backend):
     """The backend of GPUs, on the current stream of the tensors' device."""
 
-    def encode_values(self, code: CodedValues, encoding: Encoding) -> None:
-        """Measure, encode and write the output, by a kernel each."""
+    def encode_values(self, code: CodedValues, encoding: Encoding) -> bool:
+        """Measure, encode and write the output, by a kernel each; only the device knows of NaN."""
         source, channels, rows, output = encoding
         if rows is not None and channels is not None:
             row_norm.measure_rows(_items(source), channels, rows.epsilon, centred=rows.centred)
         codecs.encode_values(code, _items(source), channels)
         if output is not None:
             self.emit(encoding._replace(rows=None))
+        return True
 
     def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
         codecs.decode_values(code, decoding._replace(out=_items(decoding.out)))
