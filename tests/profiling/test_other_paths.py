@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -73,16 +74,33 @@ def test_a_path_that_opens_later_is_proven_when_it_opens(adds_up: bool, budget: 
             session.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", [torch.Tensor, int])
-def test_a_mask_that_is_uneven_later_is_no_mean_over_examples(kind: type, budget: int) -> None:
+MASKED_MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "by a tensor": lambda losses, counted: (losses * counted).sum() / counted.sum(),
+    "by a number": lambda losses, counted: (losses * counted).sum() / int(counted.sum()),
+    "by a factor": lambda losses, counted: (losses * counted).sum() * (1 / counted.sum()),
+    "by a factor of each": lambda losses, counted: (losses * (1 / counted.sum())) @ counted,
+    "by weights of sum one": lambda losses, counted: losses @ (counted / counted.sum()),
+    "of numbers alone": lambda losses, counted: losses.where(counted > 0, torch.nan).nanmean(),
+    "of the selected": lambda losses, counted: losses[counted > 0].mean(),
+    "by a loss of the selected": lambda losses, counted: F.l1_loss(
+        losses[counted > 0], torch.zeros(int(counted.sum()))
+    ),
+    "by a divergence of the selected": lambda losses, counted: F.kl_div(
+        -losses[counted > 0], torch.ones(int(counted.sum()))
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction")  # PyTorch's own of kl_div
+@pytest.mark.parametrize("kind", MASKED_MEANS)
+def test_a_mask_that_is_uneven_later_is_no_mean_over_examples(kind: str, budget: int) -> None:
     """Parts join by what the loss divides by where that is a tensor; else the batch is whole."""
     model, (x, labels) = mlp(), images()
     counted = torch.ones(12)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-        count = batch[2].sum()
-        return (losses * batch[2]).sum() / (count if kind is Tensor else int(count))
+        return MASKED_MEANS[kind](losses, batch[2])
 
     with Session(model, still(model), budget, tolerance=0) as session:
         assert in_micro_batches(session, (x, labels, counted), loss, 4).micro_batch == 4
@@ -93,7 +111,7 @@ def test_a_mask_that_is_uneven_later_is_no_mean_over_examples(kind: type, budget
         assert report.loss == pytest.approx(expected, rel=1e-5)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
-        assert report.micro_batch == (4 if kind is Tensor else 12)
+        assert report.micro_batch == (4 if kind == "by a tensor" else 12)
 
 
 def test_a_part_with_nothing_to_divide_by_is_not_cut_wrongly(budget: int) -> None:

@@ -27,6 +27,8 @@ from daf.torch_compat.autograd_graph import without_torch_function
 
 PARAMETER = "parameter "
 _DIVISIONS = {"div", "div_", "divide", "divide_", "true_divide", "true_divide_"}
+_RECIPROCALS = {"__rdiv__", "reciprocal", "reciprocal_"}
+_PRODUCTS = {"mul", "mul_", "multiply", "multiply_"}
 _BOUNDS = {"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "max", "maximum", "where"}
 
 
@@ -111,22 +113,39 @@ class LossWeights(TorchFunctionMode):
             self.functions.add(getattr(func, "__name__", ""))
             given = (*args, *(kwargs or {}).values())
             self.functions |= {self._names[id(each)] for each in given if id(each) in self._names}
-        if isinstance(found, Tensor) and found.numel() == 1:
-            self._note_scalar(getattr(func, "__name__", ""), found, args, kwargs or {})
+        if isinstance(found, Tensor):
+            name = getattr(func, "__name__", "")
+            if torch.is_grad_enabled() and not found.requires_grad:
+                self._note_share(name, found, args, kwargs or {})
+            elif found.numel() == 1:
+                self._note_scalar(name, found, args, kwargs or {})
         return found
+
+    def _note_share(
+        self, name: str, found: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Note what weights that a loss is multiplied by were divided by, and bounds of counts."""
+        if name in _BOUNDS and found.numel() == 1:
+            self._bounded.append(found)
+        elif name in _DIVISIONS or name in _RECIPROCALS:
+            divisor = _divisor_in(name, args, kwargs)
+            if isinstance(divisor, Tensor) and divisor.dim() == 0:
+                self.scalings.append(divisor.detach())
 
     def _note_scalar(
         self, name: str, found: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Note what a loss is divided by, and what may be a bound of such a number."""
-        if torch.is_grad_enabled() and not found.requires_grad:
-            if name in _BOUNDS:
-                self._bounded.append(found)
-        elif name in _DIVISIONS:
-            divisor = kwargs["other"] if "other" in kwargs else args[1]
+        """Note what a loss is divided by."""
+        if name in _DIVISIONS:
+            divisor = _divisor_in(name, args, kwargs)
             if isinstance(divisor, Tensor) and not divisor.requires_grad:
                 self._counts.append(divisor)
             self.scalings.append(torch.as_tensor(divisor).detach())
+        elif name in _PRODUCTS and found.dim() == 0:  # by one over a count
+            factors = [each for each in (*args, *kwargs.values()) if not _is_differentiable(each)]
+            self.scalings += [1.0 / torch.as_tensor(each).detach() for each in factors]
+        elif args and name == "nanmean":
+            self.scalings.append(args[0].detach().isnan().logical_not().sum())
         elif args and (name == "mean" or _is_loss(name)) and kwargs.get("reduction") != "sum":
             self.scalings.append(torch.tensor(float(args[0].numel())))
 
@@ -163,13 +182,20 @@ class LossWeights(TorchFunctionMode):
         return changed
 
 
+def _divisor_in(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if name in _RECIPROCALS:
+        return next(iter(args), None)
+    return kwargs["other"] if "other" in kwargs else args[1]
+
+
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """Return how ``LossWeights`` calls each parameter, by identity."""
     return {id(each): PARAMETER + name for name, each in model.named_parameters()}
 
 
 def _is_loss(name: str) -> bool:
-    return name != "nll_loss" and (name.endswith("_loss") or name.startswith("binary_cross"))
+    is_named = name.endswith(("_loss", "kl_div")) or name.startswith("binary_cross")
+    return is_named and name != "nll_loss"
 
 
 def _is_differentiable(found: Any) -> bool:
