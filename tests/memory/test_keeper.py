@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from daf.memory import process_memory
-from daf.memory.process_limit import LEAST_SPARE_BYTES, SPARE_BYTES, SPARE_FRACTION, MemoryKeeper
+from daf.memory.process_limit import MemoryKeeper
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import stats
 
@@ -63,19 +63,6 @@ def test_what_is_spared_beside_the_usual_is_refused_until_the_next_bound(
     keeper.spare_more_bytes = 0
     keeper.bound(budget, budget)
     assert whole(hold(64))
-
-
-def test_a_last_try_has_room_that_is_spared_otherwise_and_no_more(keeper: MemoryKeeper) -> None:
-    budget = process_memory.resident_bytes() + 100 * MIB
-    keeper.bound(budget, budget)
-    usual = keeper._claim.limit_bytes or 0
-    assert keeper.spare_less()
-    assert not keeper.spare_less()  # that is all
-    keeper.bound(budget, budget)
-    spared_bytes = int(SPARE_FRACTION * budget) + SPARE_BYTES - LEAST_SPARE_BYTES
-    assert (keeper._claim.limit_bytes or 0) - usual == pytest.approx(spared_bytes, abs=MIB)
-    keeper.rebound(budget - MIB)
-    assert (keeper._claim.limit_bytes or 0) - usual == pytest.approx(spared_bytes - MIB, abs=MIB)
 
 
 def test_beyond_what_was_expected_freed_blocks_go_first_and_nothing_is_refused(

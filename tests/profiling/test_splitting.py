@@ -173,6 +173,24 @@ def alike_within_classes(model: nn.Module, batch: Any) -> Tensor:
     return mean_of_squares(lambda _: made, (None, 0.0)) + (apart * same).sum() / len(made)
 
 
+def hardest(model: nn.Module, batch: Any) -> Tensor:
+    """As many of the hardest examples as a few are all of."""
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return losses.topk(min(8, len(losses))).values.mean()
+
+
+def below_a_quantile(model: nn.Module, batch: Any) -> Tensor:
+    """Leaves out outliers, which a few examples have none of."""
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    most = losses.detach().quantile(0.9) if len(losses) > 8 else losses.max().detach()
+    return losses.clamp(max=losses.detach().median() + most).mean()
+
+
+def best_two_classes(model: nn.Module, batch: Any) -> Tensor:
+    order = batch[1].argsort()  # of whole numbers, as lengths are sorted for packing
+    return (model(batch[0])[order].topk(2, dim=-1).values.diff() - 1.0).square().mean()
+
+
 def many_classes() -> tuple[Tensor, Tensor]:
     return torch.randn(40, 6), torch.arange(40) % 20
 
@@ -248,6 +266,7 @@ ADD_UP = {
     "as many classes as examples": Case(mlp, as_many_classes_as_examples, likelihood),
     "an operator that divides by nothing told": Case(mlp, images, squared_error),
     "a mean taken afterwards": Case(mlp, images, unreduced),
+    "picked among classes": Case(mlp, images, best_two_classes),
     "a sum": Case(mlp, images, batch_sum),
     "a deep model": Case(lambda: deep(3), lambda: long_batch(6, 8), mean_of_squares),
     "dropout": Case(mlp, images, with_dropout, draws=True),
@@ -261,6 +280,8 @@ DO_NOT = {
     "a mean over a mask that is empty for a part": Case(TokenModel, half_empty, own_token_mean),
     "a mean over what is selected": Case(mlp, images, selected_mean),
     "coupled examples of one class": Case(mlp, many_classes, alike_within_classes),
+    "the hardest examples": Case(mlp, lambda: images(64), hardest),
+    "clamped at a quantile": Case(mlp, lambda: images(64), below_a_quantile),
     "a mean that is squared": Case(mlp, images, balanced),
     "batch statistics in a function": Case(Functional, images, mean),
     "a buffer that forward writes": Case(Codebook, images, mean),

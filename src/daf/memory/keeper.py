@@ -84,10 +84,6 @@ class Keeper(ABC):
     def expect(self, expected_bytes: int) -> None:  # noqa: B027
         """Expect about this need from now on; the bound stays."""
 
-    def spare_less(self) -> bool:
-        """Leave less free from now on, where a last plan was refused; False if nothing is left."""
-        return False
-
     @abstractmethod
     def follow_growth(self) -> bool:
         """Check that the bound still holds; return True if it is near."""

@@ -35,7 +35,6 @@ class MemoryKeeper(Keeper):
             limit_by_pages=_limit_by_pages,
         )
         self._used_bytes = 0  # when ``begin_need`` was called
-        self._spares_least = False
         owners.leave_with(self, self._claim)
 
     @property
@@ -137,7 +136,7 @@ class MemoryKeeper(Keeper):
             if not self.recycles:
                 return
             self._claim.budget_bytes = budget_bytes
-            self._claim.spare_bytes = self._more_spare_bytes(budget_bytes)
+            self._claim.spare_bytes = self.spare_more_bytes
             other_bytes = beside_account()
             for claim in owners.living():
                 claim.must_finish, claim.overrun_bytes = False, 0
@@ -154,15 +153,6 @@ class MemoryKeeper(Keeper):
         spare_bytes = _spare_bytes(self._claim.budget_bytes or 0)
         self._claim.expected_bytes = max(0, expected_bytes - other_bytes - spare_bytes)
         owners.settle()
-
-    def spare_less(self) -> bool:
-        """Spare ``LEAST_SPARE_BYTES`` from now on: tries before have grown what grows once."""
-        before, self._spares_least = self._spares_least, True
-        return not before
-
-    def _more_spare_bytes(self, budget_bytes: int) -> int:
-        less = _spare_bytes(budget_bytes) - LEAST_SPARE_BYTES if self._spares_least else 0
-        return self.spare_more_bytes - less
 
     def follow_growth(self) -> bool:
         """Lower the limit by what the rest of the process grew beyond its spare; True if near.
@@ -203,8 +193,7 @@ class MemoryKeeper(Keeper):
                 return 0
             over_bytes = process_memory.taken_bytes() - budget_bytes
             if self.recycles and claim.budget_bytes is not None:
-                claim.budget_bytes = budget_bytes
-                claim.spare_bytes = self._more_spare_bytes(budget_bytes)
+                claim.budget_bytes, claim.spare_bytes = budget_bytes, self.spare_more_bytes
                 limit_bytes = _set_limit(claim, beside_account())
                 owners.settle()
                 over_bytes = stats()["held_bytes.current"] - limit_bytes

@@ -47,6 +47,7 @@ class _Trial(NamedTuple):
     tells_apart: bool = True  # this way from weighing by examples
 
 
+_ORDERED = "it picks by value among examples (topk, sort, median), of which few show little"
 _DRAWN = "it draws from a generator of its own, which its parts would do several times"
 _WRITTEN = "forward writes parameters itself, which its parts would do several times"
 
@@ -116,12 +117,14 @@ class SplitProof:
         drop_gradients(self._model)
         self._snapshot.restore()
         joined = weight = unweighed = 0.0
+        ordered: list[list[int]] = []
         for start, stop in ((0, middle), (middle, examples)):
             self._snapshot.restore_random()
             part, size = cut.take(batch, start, stop), stop - start
             with self._constantly() as (forward, backward):
                 with forward:
                     loss, operators = self._forward(part, size, 0 if start else disturbed)
+                ordered.append(operators.ordered)
                 has_divisors = has_divisors or bool(operators.divisors and not loss.is_sum)
                 unweighed += 0.0 if loss.is_sum else loss.total.item()
                 loss = weights.weighed(loss, operators)
@@ -147,6 +150,8 @@ class SplitProof:
             with backward:
                 loss.total.backward(torch.full_like(loss.total, -share))  # type: ignore[no-untyped-call]
         refusal = _different_buffer(self._buffers(), written)
+        if operators.ordered not in (*ordered, [*chain(*ordered)]):
+            refusal = refusal or _ORDERED
         refusal = refusal or self._apart(lengths, mean, joined / weight, examples)
         adds_up = math.isclose(unweighed, mean, rel_tol=self._tolerance()[0])
         tells_apart = not (operators.has_too_few and weights.has_like_shares())

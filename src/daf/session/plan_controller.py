@@ -250,10 +250,7 @@ class PlanController(Resumable):
         return self.budget_controller.bound(plan)
 
     def tighter(self, plan: Plan) -> Plan | None:
-        """Adopt and return the next tighter plan, parameters untouched; None if none is known.
-
-        The last one is tried again once, with less left free.
-        """
+        """Adopt and return the next tighter plan, parameters untouched; None if none is known."""
         self.budget_controller.follow()
         if not self.is_planned or self.budget_bytes is None:
             return None
@@ -265,9 +262,7 @@ class PlanController(Resumable):
                 return moved
         tighter = self.selector.tighten(plan)
         self.keeper.flush()  # what planning held
-        if tighter is None:
-            return plan if self.keeper.spare_less() else None
-        return self._adopt(tighter)
+        return None if tighter is None else self._adopt(tighter)
 
     def _cuts_unproven(self, plan: Plan, context: StepContext) -> bool:
         return bool(context.choice.refusal) and plan.micro_batch < context.info.examples

@@ -29,6 +29,13 @@ PARAMETER = "parameter "
 _DIVISIONS = {"div", "div_", "divide", "divide_", "true_divide", "true_divide_"}
 _RECIPROCALS = {"__rdiv__", "reciprocal", "reciprocal_"}
 _PRODUCTS = {"mul", "mul_", "multiply", "multiply_"}
+# Operators that order numbers by value: the place of their dimension, and its default.
+_ORDERINGS: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys(("argsort", "mode", "sort"), (1, -1)),
+    **dict.fromkeys(("kthvalue", "topk"), (2, -1)),
+    **dict.fromkeys(("median", "nanmedian"), (1, None)),
+    **dict.fromkeys(("quantile", "nanquantile"), (2, None)),
+}
 _BOUNDS = {"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "max", "maximum", "where"}
 
 
@@ -83,6 +90,7 @@ class LossWeights(TorchFunctionMode):
         self._bounded: list[Tensor] = []
         self.functions: set[str] = set()  # whose results have gradients
         self.branches: list[bool] = []  # that tensors' values decided
+        self.ordered: list[int] = []  # how many numbers each was ordered among, by value
         self.has_too_few = False
         self._examples = examples
         self._disturbed = disturbed
@@ -107,19 +115,28 @@ class LossWeights(TorchFunctionMode):
     ) -> Any:
         """Run one operator; PyTorch calls this."""
         found = self._called(func, args, kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in _ORDERINGS:
+            self._note_order(name, args, kwargs or {})
         if isinstance(found, bool):
             self.branches.append(found)
         if _is_differentiable(found):
-            self.functions.add(getattr(func, "__name__", ""))
+            self.functions.add(name)
             given = (*args, *(kwargs or {}).values())
             self.functions |= {self._names[id(each)] for each in given if id(each) in self._names}
         if isinstance(found, Tensor):
-            name = getattr(func, "__name__", "")
             if torch.is_grad_enabled() and not found.requires_grad:
                 self._note_share(name, found, args, kwargs or {})
             elif found.numel() == 1:
                 self._note_scalar(name, found, args, kwargs or {})
         return found
+
+    def _note_order(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note among how many floats an operator orders; whole numbers are lengths, say."""
+        if args and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].dim():
+            place, default = _ORDERINGS[name]
+            dim = kwargs.get("dim", args[place] if len(args) > place else default)
+            self.ordered.append(args[0].numel() if dim is None else args[0].shape[dim])
 
     def _note_share(
         self, name: str, found: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -143,7 +160,7 @@ class LossWeights(TorchFunctionMode):
             self.scalings.append(torch.as_tensor(divisor).detach())
         elif name in _PRODUCTS and found.dim() == 0:  # by one over a count
             factors = [each for each in (*args, *kwargs.values()) if not _is_differentiable(each)]
-            self.scalings += [1.0 / torch.as_tensor(each).detach() for each in factors]
+            self.scalings += [torch.as_tensor(each).detach() for each in factors]
         elif args and name == "nanmean":
             self.scalings.append(args[0].detach().isnan().logical_not().sum())
         elif args and (name == "mean" or _is_loss(name)) and kwargs.get("reduction") != "sum":
@@ -279,7 +296,7 @@ class PartWeights:
         if len({*map(len, rows)}) > 1:  # a loss of each example by itself, say
             rows = [row[-1:] for row in rows]
         columns = [column for column in zip(*rows, strict=False) if len({*column}) > 1]
-        if not all(_is_proportional(each, weights) for each in columns):
+        if not all(_is_in_step(each, weights) for each in columns):
             raise OtherPathError(
                 "its parts have other shares of what their loss is divided by than of its weights",
                 set(),
@@ -292,6 +309,13 @@ class PartWeights:
             all(column) and _is_proportional(column, self._examples)
             for column in zip(*rows, strict=True)
         )
+
+
+def _is_in_step(numbers: Sequence[float], weights: Sequence[float]) -> bool:
+    """True for numbers that are proportional to weights, or to one over them."""
+    products = [one * weight for one, weight in zip(numbers, weights, strict=True)]
+    is_inverse = all(math.isclose(each, products[0], rel_tol=1e-6) for each in products)
+    return is_inverse or _is_proportional(numbers, weights)
 
 
 def _is_proportional(numbers: Sequence[float], weights: Sequence[float]) -> bool:

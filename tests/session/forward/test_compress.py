@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import subprocess
@@ -99,21 +100,25 @@ def train(
     return losses
 
 
-def compared(model: nn.Module, *, is_tight: bool = True, amp: bool = False) -> BudgetedForward:
+def compared(
+    model: nn.Module, *, is_tight: bool = True, amp: bool = False, count: int = ROWS
+) -> BudgetedForward:
     """Train under a budget and plainly; the same losses and weights must result."""
     plain, budget = copy.deepcopy(model), roomy(TIGHT if is_tight else AMPLE)
+    batches = functools.partial(rows, count=count)
 
     def forward(inputs: Tensor) -> Tensor:
         with daf.compress(model, budget=budget, tolerance=0):
             return model(inputs)
 
-    losses = train(model, forward, amp=amp)
+    losses = train(model, forward, amp=amp, batches=batches)
     found = BudgetedForward.of(model)
     assert found is not None
     assert found.report()["unplanned_because"] == ""
     assert found.peak_bytes <= budget
     found.close()
-    torch.testing.assert_close(losses, train(plain, plain, amp=amp), rtol=1e-4, atol=1e-5)
+    expected = train(plain, plain, amp=amp, batches=batches)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
     return found
@@ -142,9 +147,9 @@ def in_child(code: str, *arguments: str) -> str:
 def test_autocast_inside() -> None:
     """In a process of its own: oneDNN keeps kernels of every shape in half types for good.
 
-    Narrow: processors without instructions for half types multiply them a hundred times slower.
+    Small: processors without instructions for half types multiply them a hundred times slower.
     """
-    in_child("import test_compress as own; own.compared(own.Blocks(outer=16), amp=True)")
+    in_child("import test_compress as own; own.compared(own.Blocks(outer=16), amp=True, count=512)")
 
 
 def test_codes_hold_less() -> None:
