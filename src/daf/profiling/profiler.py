@@ -262,7 +262,8 @@ class Profiler:
             observer.begin_backward()
             loss.mean.backward()  # type: ignore[no-untyped-call]
         peak_bytes = self.memory.peak_bytes()
-        self._first_peak_bytes = self._first_peak_bytes or peak_bytes
+        needed_bytes = peak_bytes + self.keeper.spare_bytes(peak_bytes)
+        self._first_peak_bytes = self._first_peak_bytes or needed_bytes
         observer.found.process_bytes = peak_bytes - before_bytes
         drop_gradients(self.model)
         self._settle()
