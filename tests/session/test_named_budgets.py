@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -37,19 +36,13 @@ class InBackward(torch.autograd.Function):
 
 
 class Workspace(nn.Module):
-    """Takes a workspace of fixed size, one that grows with the examples, or none.
-
-    "once": NumPy's, the first time.
-    """
+    """Takes a workspace of fixed size, one that grows with the examples, or none."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "once":
-            self.kind = "none"
-            np.ones(WORKSPACE_BYTES, np.uint8)
         if self.kind == "in backward":
             return InBackward.apply(x)  # type: ignore[no-any-return, no-untyped-call]
         if self.kind == "none":
@@ -92,7 +85,7 @@ def test_a_workspace_is_counted_once_and_only_what_grows_with_the_examples() -> 
     refused("none", "10MB")  # libraries load
     without = refused("none", "10MB").least_bytes
     assert without is not None
-    for kind in ("fixed", "in backward", "growing", "once"):
+    for kind in ("fixed", "in backward", "growing"):
         least = refused(kind, "10MB").least_bytes
         assert least is not None
         workspace = WORKSPACE_BYTES // EXAMPLES if kind == "growing" else WORKSPACE_BYTES

@@ -164,7 +164,6 @@ class Profile:
     passing_bytes: Affine = ZERO  # the most that libraries take in passing, beside tensors
     split_refusal: str = ""  # why the batch must not be split
     proof_bytes: int = 0  # the least budget with room to show that it may be; 0: none is needed
-    first_peak_bytes: int = 0  # a budget that holds the very first small step, as any must
     least_micro_batch: int = 1  # examples that run together
     recycles: bool = False  # freed blocks, under a hard limit (``memory.process_limit``)
     chunk_bytes: int = 0  # of the whole batch with fused operators (0: measured without)

@@ -42,10 +42,6 @@ class Keeper(ABC):
     def missing_bytes(self) -> int:
         """Bytes by which the last refused allocation passed the bound; 0 if unknown."""
 
-    def spare_bytes(self, budget_bytes: int) -> int:  # noqa: ARG002
-        """Return what of a budget is left free for growth beside the bounded memory."""
-        return 0
-
     @property
     @abstractmethod
     def overrun_bytes(self) -> int:

@@ -22,14 +22,8 @@ LEAST_SPARE_BYTES = 4 * 2**20  # of it, kept free when that grew further, until 
 NEAR_BYTES = 16 * 2**20  # from the limit: here growth beside the account matters within ms
 
 
-def _spare_bytes(budget_bytes: int) -> int:
-    return int(SPARE_FRACTION * budget_bytes) + SPARE_BYTES
-
-
 class MemoryKeeper(Keeper):
     """Keeps the process within a budget; closed when it is collected."""
-
-    spare_bytes = staticmethod(_spare_bytes)
 
     def __init__(self, give_back: GiveBack = lambda _: 0) -> None:
         super().__init__(give_back)
@@ -241,3 +235,7 @@ def _limit_by_pages(claim: Claim, missing_bytes: int) -> int | None:
     if most_bytes < (claim.limit_bytes or 0) + missing_bytes:
         return claim.limit_bytes
     return max(0, left_bytes - audit().rest_bytes)
+
+
+def _spare_bytes(budget_bytes: int) -> int:
+    return int(SPARE_FRACTION * budget_bytes) + SPARE_BYTES

@@ -88,7 +88,7 @@ class Profiler:
 
     def __post_init__(self) -> None:
         self._refusal, self._least = NOT_PROVEN, 1
-        self._proof_bytes = self._first_peak_bytes = 0
+        self._proof_bytes = 0
         self.proof_ms = 0.0
         self._operators = _Operators()
         self._growth = PeakGrowth()
@@ -261,10 +261,7 @@ class Profiler:
                 loss = read_loss(context.loss_fn(self.model, part), examples)
             observer.begin_backward()
             loss.mean.backward()  # type: ignore[no-untyped-call]
-        peak_bytes = self.memory.peak_bytes()
-        needed_bytes = peak_bytes + self.keeper.spare_bytes(peak_bytes)
-        self._first_peak_bytes = self._first_peak_bytes or needed_bytes
-        observer.found.process_bytes = peak_bytes - before_bytes
+        observer.found.process_bytes = self.memory.peak_bytes() - before_bytes
         drop_gradients(self.model)
         self._settle()
         observer.found.plain_bytes = self.capture.stats.plain_peak_bytes
@@ -353,7 +350,6 @@ class Profiler:
             passing_bytes=self._beside_tensors(observations),
             split_refusal=self._refusal,
             proof_bytes=self._bytes_to_prove(observations[0]),
-            first_peak_bytes=self._first_peak_bytes,
             least_micro_batch=self._least,
             recycles=self.keeper.recycles,
             chunk_bytes=self._operators.chunk_bytes,

@@ -24,7 +24,7 @@ from daf.planning.options import Allowed
 from daf.session.budget_controller import BudgetController
 from daf.session.noise_controller import NoiseController
 from daf.session.plan_autotuner import StepMeasurement
-from daf.session.plan_selector import ANOTHER_PROCESS_BYTES, PlanSelector
+from daf.session.plan_selector import PlanSelector
 from daf.session.step_profiles import AHEAD, ProfileGrowth, StepProfiles
 from daf.step.context import BatchInfo, StepContext
 from daf.step.loss_weights import PARAMETER
@@ -108,11 +108,9 @@ class PlanController(Resumable):
                 if profiles.own.split_refusal or budget_bytes < NEAR * (error.least_bytes or 0):
                     raise
                 # Larger steps, for which this one had room, promise other bytes of the smallest.
-                timed, first = profiles.own.micro_batch_ms, profiles.own.first_peak_bytes
+                timed = profiles.own.micro_batch_ms
                 smallest = self._measured(context, on_progress, 0)  # as where it was named
-                profiles = smallest.changed(
-                    lambda each: replace(each, micro_batch_ms=timed, first_peak_bytes=first)
-                )
+                profiles = smallest.changed(lambda each: replace(each, micro_batch_ms=timed))
                 plan = self._begun(context, profiles, budget_bytes)
             self.keeper.flush()  # what planning held
             return self._adopt(plan)
@@ -322,7 +320,7 @@ class PlanController(Resumable):
         profiles, budget_bytes = self.selector.profiles, self.budget_controller.lowest_bytes
         if profiles is None or self.budget_bytes is None or budget_bytes is None:
             return None
-        missing = budget_bytes + self.keeper.missing_bytes + ANOTHER_PROCESS_BYTES
+        missing = budget_bytes + self.keeper.missing_bytes
         least = max(self.selector.least_bytes(), missing)
         return BudgetError(planner.refusal(profiles.own, budget_bytes, least), least)
 

@@ -44,6 +44,8 @@ MORE_SIZES_BYTES = 4 * 2**20
 FEW_EXAMPLES_SHARE = 0.05
 # Bytes that a background search may hold: 20 MB were measured for 1,000 sites.
 SEARCH_BYTES = 24 * 2**20
+# A smaller predicted peak is lost in the floor and would make proportions meaningless.
+SMALLEST_PEAK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,11 @@ class PeakMeasurement:
     predicted_bytes: int
     measured_bytes: int
 
-    @property
-    def missed_bytes(self) -> int:
-        """Bytes that no plan's prediction counts: kernels' code, workspaces, arrays of the user's.
-
-        They stay the same under other codes, whose own bytes are known exactly.
-        """
-        return max(0, self.measured_bytes - self.predicted_bytes)
+    def factor(self, floor_bytes: int) -> float:
+        """Return measured over predicted bytes above the floor, at least 1."""
+        predicted = max(SMALLEST_PEAK_BYTES, self.predicted_bytes - floor_bytes)
+        missed = max(0, self.measured_bytes - self.predicted_bytes)
+        return 1.0 + missed / predicted
 
 
 Weigh = Callable[[Profiles, Plan], Profiles]
@@ -199,14 +199,8 @@ class PlanSelector(Resumable):
         if first is None or budget_bytes is None:
             return
         self.evidence = PeakMeasurement(first.predicted_peak_bytes, measured_peak_bytes)
-        if not self._missed_bytes:
-            return
-        try:
+        if self._factor > 1.0:
             self.plan = self._make(budget_bytes)
-        except BudgetError:
-            if measured_peak_bytes > budget_bytes:
-                raise
-            self.settle_on(first)  # which the budget has just held
 
     def _searched(self, quick: Plan, budget_bytes: int) -> Plan:
         """Wait for the best plan with patience; the search goes on if steps leave it room."""
@@ -413,32 +407,40 @@ class PlanSelector(Resumable):
         return plan
 
     @property
-    def _missed_bytes(self) -> int:
-        return 0 if self.evidence is None else self.evidence.missed_bytes
+    def _factor(self) -> float:
+        if self.evidence is None or self.profiles is None:
+            return 1.0
+        return self.evidence.factor(self._own.floor_bytes)
 
     def _named_least(self, modelled_bytes: int) -> int:
         """Return the least budget to tell of: what is modelled, and what another process adds."""
-        own, least = self._own, modelled_bytes + self._missed_bytes
+        own, added_bytes = self._own, ANOTHER_PROCESS_BYTES
         timed = [examples for examples, _ in own.micro_batch_ms]
-        is_unproven = own.split_refusal == NO_ROOM_TO_PROVE
-        if own.proof_bytes and not is_unproven:
-            least = max(least, own.proof_bytes + MORE_SIZES_BYTES)
         if len(timed) == 1 and not own.split_refusal:
-            least += MORE_SIZES_BYTES
+            added_bytes += MORE_SIZES_BYTES
         elif len(timed) == 1 and timed[0] < probe_sizes(own.batch_size)[-1]:
-            least += int(FEW_EXAMPLES_SHARE * (modelled_bytes - own.floor_bytes))
-        if own.proof_bytes and is_unproven:  # with room for the proof and the parts it is cut
-            cut = [replace(each, split_refusal="") for each in self._planned]
-            parts = planner.least_feasible_budget(cut, self.constraints) + self._missed_bytes
-            least = min(least, max(own.proof_bytes, parts) + MORE_SIZES_BYTES)
-        return max(least, own.first_peak_bytes) + ANOTHER_PROCESS_BYTES
+            added_bytes += int(FEW_EXAMPLES_SHARE * (modelled_bytes - own.floor_bytes))
+        least = self._actual(modelled_bytes)
+        if own.proof_bytes:  # a batch that is not cut for want of room would be, with that
+            proof_bytes = own.proof_bytes + MORE_SIZES_BYTES
+            if own.split_refusal == NO_ROOM_TO_PROVE:  # and the parts themselves need room
+                cut = [replace(each, split_refusal="") for each in self._planned]
+                least_cut = planner.least_feasible_budget(cut, self.constraints)
+                proof_bytes = max(proof_bytes, self._actual(least_cut))
+            least = (min if own.split_refusal == NO_ROOM_TO_PROVE else max)(least, proof_bytes)
+        return least + added_bytes
 
     def modelled(self, budget_bytes: int) -> int:
         """Return a budget (bytes) in the profile's own measure, as evidence has corrected it."""
-        return budget_bytes - self._missed_bytes
+        floor = self._own.floor_bytes
+        return floor + int((budget_bytes - floor) / self._factor)
+
+    def _actual(self, modelled_bytes: int) -> int:
+        floor = self._own.floor_bytes
+        return floor + int((modelled_bytes - floor) * self._factor) + 1
 
     def _corrected(self, plan: Plan) -> Plan:
         timed = self.autotuner.corrected(plan)
-        if not self._missed_bytes:
+        if self._factor == 1.0:
             return timed
-        return replace(timed, predicted_peak_bytes=plan.predicted_peak_bytes + self._missed_bytes)
+        return replace(timed, predicted_peak_bytes=self._actual(plan.predicted_peak_bytes))
