@@ -74,6 +74,11 @@ def test_a_path_that_opens_later_is_proven_when_it_opens(adds_up: bool, budget: 
             session.optimizer.zero_grad()
 
 
+def ungraded_share(counted: Tensor) -> Tensor:
+    with torch.no_grad():
+        return counted / counted.sum()
+
+
 MASKED_MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "by a tensor": lambda losses, counted: (losses * counted).sum() / counted.sum(),
     "by a number": lambda losses, counted: (losses * counted).sum() / int(counted.sum()),
@@ -82,6 +87,12 @@ MASKED_MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "by weights of sum one": lambda losses, counted: losses @ (counted / counted.sum()),
     "of numbers alone": lambda losses, counted: losses.where(counted > 0, torch.nan).nanmean(),
     "of the selected": lambda losses, counted: losses[counted > 0].mean(),
+    "of the selected by name": lambda losses, counted: torch.mean(input=losses[counted > 0]),
+    "of the selected, by columns": lambda losses, counted: (
+        losses[counted > 0][:, None].expand(-1, 3).mean(0).sum()
+    ),
+    "by a tensor before the sum": lambda losses, counted: (losses * counted / counted.sum()).sum(),
+    "by weights without gradients": lambda losses, counted: losses @ ungraded_share(counted),
     "by a loss of the selected": lambda losses, counted: F.l1_loss(
         losses[counted > 0], torch.zeros(int(counted.sum()))
     ),
@@ -112,6 +123,54 @@ def test_a_mask_that_is_uneven_later_is_no_mean_over_examples(kind: str, budget:
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
         assert report.micro_batch == (4 if kind == "by a tensor" else 12)
+
+
+def one_by_one(losses: Tensor, counted: Tensor) -> Tensor:
+    """Each example has a mean of its own, of which there are as many as examples."""
+    each = [
+        (loss * (1.0 + count)) / (1.0 + count) for loss, count in zip(losses, counted, strict=True)
+    ]
+    return torch.stack(each).mean()
+
+
+def beside_a_metric(losses: Tensor, counted: Tensor) -> Tensor:
+    """What is only logged decides nothing: shares, means of the selected, medians."""
+    with torch.no_grad():
+        logged = losses[counted > 0].mean(), (losses < 1).sum() / counted.sum()
+    assert len({*map(float, (*logged, losses.detach().median(), losses.detach().msort()[-1]))})
+    return losses.mean()
+
+
+EVEN_MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "one by one": one_by_one,
+    "beside a metric": beside_a_metric,
+    "by complex numbers": lambda losses, _: (losses.mean() * 1j / (1 + 1j)).imag * 2,
+    "by nothing beside": lambda losses, _: torch.mul(losses.mean(), torch.tensor(2.0), out=None),
+    "over a number of steps": lambda losses, _: losses.mean() / 4,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex")
+@pytest.mark.parametrize("kind", EVEN_MEANS)
+@pytest.mark.parametrize("examples", [12, 14])  # parts of one size, and an uneven last one
+def test_what_does_not_weigh_a_loss_keeps_no_batch_whole(
+    examples: int, kind: str, budget: int
+) -> None:
+    model, x, labels = mlp(), torch.randn(examples, 6), torch.randint(0, 5, (examples,))
+    counted = torch.ones(examples)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return EVEN_MEANS[kind](losses, batch[2])
+
+    with Session(model, still(model), budget, tolerance=0) as session:
+        assert in_micro_batches(session, (x, labels, counted), loss, 4).micro_batch == 4
+        counted[5:8] = 0.0
+        session.optimizer.zero_grad()
+        assert session.step((x, labels, counted), loss).micro_batch == 4
+        _, gradients = plain_gradients(loss, model, (x, labels, counted))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_a_part_with_nothing_to_divide_by_is_not_cut_wrongly(budget: int) -> None:

@@ -173,10 +173,21 @@ def alike_within_classes(model: nn.Module, batch: Any) -> Tensor:
     return mean_of_squares(lambda _: made, (None, 0.0)) + (apart * same).sum() / len(made)
 
 
-def hardest(model: nn.Module, batch: Any) -> Tensor:
+def hardest(model: nn.Module, batch: Any, order: Any = None) -> Tensor:
     """As many of the hardest examples as a few are all of."""
     losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    return losses.topk(min(8, len(losses))).values.mean()
+    if order is not None:
+        return order(losses)[-8:].mean()
+    return torch.topk(input=losses, k=min(8, len(losses)), sorted=False).values.mean()
+
+
+class Hooked(TokenModel):
+    """Clamps its gradients, so that their length decides which are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        found.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return found
 
 
 def below_a_quantile(model: nn.Module, batch: Any) -> Tensor:
@@ -280,6 +291,10 @@ DO_NOT = {
     "a mean over a mask that is empty for a part": Case(TokenModel, half_empty, own_token_mean),
     "a mean over what is selected": Case(mlp, images, selected_mean),
     "coupled examples of one class": Case(mlp, many_classes, alike_within_classes),
+    "a gradient that a hook clamps": Case(Hooked, lambda: tokens(lambda row: row % 7), token_mean),
+    "the hardest of all, sorted": Case(
+        mlp, lambda: images(64), lambda model, batch: hardest(model, batch, torch.Tensor.msort)
+    ),
     "the hardest examples": Case(mlp, lambda: images(64), hardest),
     "clamped at a quantile": Case(mlp, lambda: images(64), below_a_quantile),
     "a mean that is squared": Case(mlp, images, balanced),

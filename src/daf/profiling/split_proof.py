@@ -9,6 +9,7 @@ weights that are not the examples', or a dimension that is none of examples.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -22,8 +23,14 @@ from daf.profiling.constant_random import ConstantRandom
 from daf.profiling.terse_saves import terse_saves
 from daf.recompute.python_state import Surroundings
 from daf.step.batch_cut import BatchCut
-from daf.step.loss_weights import LossWeights, PartWeights, Weighing, parameter_names
-from daf.step.microbatch import LossFunction, WeightedLoss, drop_gradients, read_loss
+from daf.step.loss_weights import ONE_BY_ONE, LossWeights, PartWeights, Weighing, parameter_names
+from daf.step.microbatch import (
+    LossFunction,
+    WeightedLoss,
+    drop_gradients,
+    read_loss,
+    scale_gradients,
+)
 from daf.step.parameter_writes import ParameterWrites
 from daf.step.state_snapshot import StateSnapshot
 from daf.torch_compat.autograd_graph import without_torch_function
@@ -117,18 +124,18 @@ class SplitProof:
         drop_gradients(self._model)
         self._snapshot.restore()
         joined = weight = unweighed = 0.0
-        ordered: list[list[int]] = []
+        parts: list[LossWeights] = []
         for start, stop in ((0, middle), (middle, examples)):
             self._snapshot.restore_random()
             part, size = cut.take(batch, start, stop), stop - start
             with self._constantly() as (forward, backward):
                 with forward:
                     loss, operators = self._forward(part, size, 0 if start else disturbed)
-                ordered.append(operators.ordered)
+                parts.append(operators)
                 has_divisors = has_divisors or bool(operators.divisors and not loss.is_sum)
                 unweighed += 0.0 if loss.is_sum else loss.total.item()
                 loss = weights.weighed(loss, operators)
-                total = loss.total if loss.is_sum else loss.total * float(loss.weight)
+                total = loss.total if loss.is_sum else loss.total * (float(loss.weight) / examples)
                 with backward:
                     total.backward()  # type: ignore[no-untyped-call]
             joined, weight = joined + total.item(), weight + float(loss.weight)
@@ -139,20 +146,24 @@ class SplitProof:
             return _Trial(str(error), has_divisors)
         if not weight:
             return _Trial("its loss weighs nothing on a few examples", has_divisors)
+        if loss.is_sum:  # as in a step: what hooks do may depend on the length of a gradient
+            scale_gradients([*self._model.parameters()], 1.0 / weight)
+            joined /= weight
         written, lengths = self._buffers(), self._lengths()
         self._snapshot.restore()
         with self._constantly() as (forward, backward):
             with forward:
                 loss, operators = self._forward(batch, examples, disturbed)
             mean = loss.mean.item()
-            # The whole's gradient is weighed as the sum is, which would else be read once more.
-            share = weight / (float(loss.weight) or math.nan) if loss.is_sum else weight
+            share = 1.0 / (float(loss.weight) or math.nan) if loss.is_sum else 1.0
             with backward:
                 loss.total.backward(torch.full_like(loss.total, -share))  # type: ignore[no-untyped-call]
         refusal = _different_buffer(self._buffers(), written)
-        if operators.ordered not in (*ordered, [*chain(*ordered)]):
+        if not _orders_alike(*(each.ordered for each in (operators, *parts))):
             refusal = refusal or _ORDERED
-        refusal = refusal or self._apart(lengths, mean, joined / weight, examples)
+        if len(operators.scalings) > max(len(each.scalings) for each in parts):
+            self.functions.add(ONE_BY_ONE)
+        refusal = refusal or self._apart(lengths, mean, joined, examples)
         adds_up = math.isclose(unweighed, mean, rel_tol=self._tolerance()[0])
         tells_apart = not (operators.has_too_few and weights.has_like_shares())
         return _Trial(refusal, has_divisors, adds_up, tells_apart)
@@ -250,6 +261,13 @@ def _length(parameter: Tensor) -> Tensor:
     wide = torch.promote_types(dense.dtype, torch.float32)
     found: Tensor = torch.linalg.vector_norm(dense.detach(), dtype=wide)
     return found.double()
+
+
+def _orders_alike(whole: list[int], one: list[int], other: list[int]) -> bool:
+    """True if one part, or both, order among as many as the whole does, as often."""
+    all_of, first, second = map(Counter, (whole, one, other))
+    sizes = {*all_of, *first, *second}
+    return all(max(first[s], second[s]) <= all_of[s] <= first[s] + second[s] for s in sizes)
 
 
 def _different_buffer(whole: dict[str, Tensor], parts: dict[str, Tensor]) -> str:

@@ -158,7 +158,7 @@ class GradientStep:
         if weights is not None:
             weights.check()
             if context.choice.functions and context.choice.weighing is not Weighing.SUM:
-                weights.check_scalings()
+                weights.check_scalings(context.choice.functions)
         if math.isnan(losses.mean) and not losses.is_scaled:
             self._refuse_nonfinite(context, snapshot, weights, context.batch, losses.mean)
         if losses.is_sum and weights is not None:

@@ -9,7 +9,8 @@ another of PyTorch's losses over elements that the user selected.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -26,6 +27,7 @@ from daf.step.microbatch import WeightedLoss
 from daf.torch_compat.autograd_graph import without_torch_function
 
 PARAMETER = "parameter "
+ONE_BY_ONE = "a loss of each example by itself"  # beside the functions that were proven
 _DIVISIONS = {"div", "div_", "divide", "divide_", "true_divide", "true_divide_"}
 _RECIPROCALS = {"__rdiv__", "reciprocal", "reciprocal_"}
 _PRODUCTS = {"mul", "mul_", "multiply", "multiply_"}
@@ -35,7 +37,14 @@ _ORDERINGS: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(("kthvalue", "topk"), (2, -1)),
     **dict.fromkeys(("median", "nanmedian"), (1, None)),
     **dict.fromkeys(("quantile", "nanquantile"), (2, None)),
+    "msort": (1, 0),
 }
+_MEANS = {"mean", "nanmean", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
+_NOTED = {*_DIVISIONS, *_RECIPROCALS, *_PRODUCTS, *_ORDERINGS, *_MEANS}
+_OTHERS_MEANS = {"ctc_loss", "nll_loss"}  # by lengths, and by what is read already
+# Whether it is among how many is ordered; else a divisor, factor or count.
+_Note = tuple[bool, Any]
+_NOTHING: tuple[Callable[[], None], list[_Note]] = (lambda: None, [])
 _BOUNDS = {"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "max", "maximum", "where"}
 
 
@@ -92,6 +101,8 @@ class LossWeights(TorchFunctionMode):
         self.branches: list[bool] = []  # that tensors' values decided
         self.ordered: list[int] = []  # how many numbers each was ordered among, by value
         self.has_too_few = False
+        self._reads_all = not torch.is_grad_enabled()  # where results are all there is
+        self._noted: dict[int, tuple[weakref.ref[Tensor], list[_Note]]] = {}
         self._examples = examples
         self._disturbed = disturbed
 
@@ -114,57 +125,37 @@ class LossWeights(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one operator; PyTorch calls this."""
-        found = self._called(func, args, kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name in _ORDERINGS:
-            self._note_order(name, args, kwargs or {})
+        found, name = self._called(func, args, kwargs or {}), getattr(func, "__name__", "")
+        given = (*args, *(kwargs or {}).values())
         if isinstance(found, bool):
             self.branches.append(found)
-        if _is_differentiable(found):
+        is_read = self._reads_all or _is_differentiable(found)
+        if is_read:
             self.functions.add(name)
-            given = (*args, *(kwargs or {}).values())
             self.functions |= {self._names[id(each)] for each in given if id(each) in self._names}
-        if isinstance(found, Tensor):
-            if torch.is_grad_enabled() and not found.requires_grad:
-                self._note_share(name, found, args, kwargs or {})
-            elif found.numel() == 1:
-                self._note_scalar(name, found, args, kwargs or {})
+        self._follow(name, given, kwargs or {}, found, is_read)
         return found
 
-    def _note_order(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note among how many floats an operator orders; whole numbers are lengths, say."""
-        if args and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].dim():
-            place, default = _ORDERINGS[name]
-            dim = kwargs.get("dim", args[place] if len(args) > place else default)
-            self.ordered.append(args[0].numel() if dim is None else args[0].shape[dim])
-
-    def _note_share(
-        self, name: str, found: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    def _follow(
+        self, name: str, given: tuple[Any, ...], named: Mapping[str, Any], found: Any, is_read: bool
     ) -> None:
-        """Note what weights that a loss is multiplied by were divided by, and bounds of counts."""
-        if name in _BOUNDS and found.numel() == 1:
+        """Keep what decides over a loss; what is computed beside it (a metric) decides nothing."""
+        notes = _notes(name, given, named, found, is_read)
+        for each in _tensors_in(given) if self._noted else ():
+            reference, known = self._noted.get(id(each), _NOTHING)
+            notes += known if reference() is each else ()
+        is_scalar = isinstance(found, Tensor) and found.numel() == 1
+        if is_read:
+            self.ordered += (size for is_order, size in notes if is_order)
+            self.scalings += (number for is_order, number in notes if not is_order)
+            if name in _DIVISIONS and is_scalar:
+                tensors = (each for each in given[1:] if isinstance(each, Tensor))
+                self._counts += (each for each in tensors if not _is_differentiable(each))
+            return
+        if name in _BOUNDS and is_scalar:
             self._bounded.append(found)
-        elif name in _DIVISIONS or name in _RECIPROCALS:
-            divisor = _divisor_in(name, args, kwargs)
-            if isinstance(divisor, Tensor) and divisor.dim() == 0:
-                self.scalings.append(divisor.detach())
-
-    def _note_scalar(
-        self, name: str, found: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Note what a loss is divided by."""
-        if name in _DIVISIONS:
-            divisor = _divisor_in(name, args, kwargs)
-            if isinstance(divisor, Tensor) and not divisor.requires_grad:
-                self._counts.append(divisor)
-            self.scalings.append(torch.as_tensor(divisor).detach())
-        elif name in _PRODUCTS and found.dim() == 0:  # by one over a count
-            factors = [each for each in (*args, *kwargs.values()) if not _is_differentiable(each)]
-            self.scalings += [torch.as_tensor(each).detach() for each in factors]
-        elif args and name == "nanmean":
-            self.scalings.append(args[0].detach().isnan().logical_not().sum())
-        elif args and (name == "mean" or _is_loss(name)) and kwargs.get("reduction") != "sum":
-            self.scalings.append(torch.tensor(float(args[0].numel())))
+        for each in _tensors_in((found,)) if notes else ():
+            self._noted[id(each)] = weakref.ref(each), notes
 
     def _called(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -199,20 +190,60 @@ class LossWeights(TorchFunctionMode):
         return changed
 
 
-def _divisor_in(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _notes(
+    name: str, given: tuple[Any, ...], named: Mapping[str, Any], found: Any, is_read: bool
+) -> list[_Note]:
+    """Return among how many an operator orders, or what it divides or multiplies all of by."""
+    first = given[0] if given else None
+    is_loss = name.endswith("_loss") and name not in _OTHERS_MEANS
+    if not (name in _NOTED or is_loss) or not isinstance(first, Tensor) or first.is_sparse:
+        return []
+    if name in _ORDERINGS:
+        return _order(name, given, named, first)
     if name in _RECIPROCALS:
-        return next(iter(args), None)
-    return kwargs["other"] if "other" in kwargs else args[1]
+        return [(False, first)] if _is_count(first) else []
+    if name in _DIVISIONS or name in _PRODUCTS:
+        factors = [each for each in given if _is_count(each)]
+        if not is_read:  # weights that sum to one, say; pixels over 255 are none
+            factors = [each for each in factors if name in _DIVISIONS and isinstance(each, Tensor)]
+        return [(False, each) for each in factors]
+    if not is_read or not isinstance(found, Tensor) or (is_loss and found.dim()):
+        return []
+    count = first.numel() if name != "nanmean" else first.detach().isnan().logical_not().sum()
+    is_of_rows = named.get("reduction") == "batchmean"
+    return [(False, len(first) if is_of_rows else count / max(1, found.numel()))]
+
+
+def _order(
+    name: str, given: tuple[Any, ...], named: Mapping[str, Any], first: Tensor
+) -> list[_Note]:
+    """Return among how many floats it orders; whole numbers are lengths, say."""
+    if not first.is_floating_point() or not first.dim():
+        return []
+    place, default = _ORDERINGS[name]
+    dim = named.get("dim", given[place] if len(given) - len(named) > place else default)
+    return [(True, first.numel() if dim is None else first.shape[dim])]
+
+
+def _is_count(value: Any) -> bool:
+    """True for a real number, also in a scalar that no gradient goes through."""
+    if not isinstance(value, Tensor):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return not (value.dim() or value.is_complex() or _is_differentiable(value))
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield tensors, those of lists and tuples too."""
+    for each in values:
+        if isinstance(each, (tuple, list)):
+            yield from (inner for inner in each if isinstance(inner, Tensor))
+        elif isinstance(each, Tensor):
+            yield each
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """Return how ``LossWeights`` calls each parameter, by identity."""
     return {id(each): PARAMETER + name for name, each in model.named_parameters()}
-
-
-def _is_loss(name: str) -> bool:
-    is_named = name.endswith(("_loss", "kl_div")) or name.startswith("binary_cross")
-    return is_named and name != "nll_loss"
 
 
 def _is_differentiable(found: Any) -> bool:
@@ -281,8 +312,10 @@ class PartWeights:
                 "plain mean over these; return (sum, weight) from loss_fn"
             )
 
-    def check_scalings(self) -> None:
+    def check_scalings(self, proven: Iterable[str] = ()) -> None:
         """Look at what else the parts' losses were divided by: one number, or as they weigh.
+
+        ``proven``: functions; with ``ONE_BY_ONE`` only the last number is of a whole part.
 
         Raises:
             OtherPathError: the parts weigh otherwise than the whole would.
@@ -293,7 +326,7 @@ class PartWeights:
             for examples, part in zip(self._examples, self._parts, strict=True)
         ]
         rows = [[*map(float, part.scalings)] for part in self._parts]
-        if len({*map(len, rows)}) > 1:  # a loss of each example by itself, say
+        if len({*map(len, rows)}) > 1 or ONE_BY_ONE in proven:
             rows = [row[-1:] for row in rows]
         columns = [column for column in zip(*rows, strict=False) if len({*column}) > 1]
         if not all(_is_in_step(each, weights) for each in columns):
