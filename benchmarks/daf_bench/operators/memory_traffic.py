@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK, ElementType, block_count
 from daf.kernels import Codec, NormGradient
-from daf.kernels.cpu import codecs, reductions
+from daf.kernels.cpu import codecs
 from daf.kernels.cpu.backend import CpuBackend
 from daf.kernels.cpu.job import Job
 
@@ -173,11 +173,6 @@ def _written_elements(job: Job) -> int:
     return min(job.elements, last * BLOCK_ELEMENTS) - first * BLOCK_ELEMENTS
 
 
-def _measure(given: Mapping[str, Any]) -> int:
-    bytes_each = _FLOAT_BYTES if given["element_type"] is ElementType.FLOAT32 else 2
-    return int(given["count"]) * bytes_each
-
-
 def _statistics(given: Mapping[str, Any]) -> int:
     """Two sums to two numbers of each channel; running ones are read and written."""
     following = 0 if given["running"] is None else 2 * 2 * _FLOAT_BYTES
@@ -196,7 +191,6 @@ _RULES: tuple[tuple[Any, str, Rule], ...] = (
     (codecs, "decode", _decode),
     (codecs, "read", _read),
     (codecs, "copy", _copy),
-    (reductions, "measure_sums", _measure),
     (CpuBackend, "channel_statistics", _statistics),
     (CpuBackend, "gradient_factors", _factors),
 )

@@ -82,9 +82,9 @@ class CpuBackend(Backend):
         2⁻⁵² · (1 + mean² / variance) times the longest chain of additions: of float32's 24 bits
         none is lost to cancellation.
         """
-        room, count = _Room(geometry), x.numel()
-        threads = torch.get_num_threads()
-        reductions.measure_sums(x.data_ptr(), ElementType.FLOAT32, count, room.where, threads)
+        room = _Room(geometry)
+        job = Job(torch.get_num_threads(), x.numel(), source=x.data_ptr(), sums=room.where)
+        codecs.read(job)
         found = Statistics(*torch.empty(2, geometry.channels, dtype=torch.float32).unbind())
         shape = (geometry.channels, geometry.per_channel)
         _native.statistics_of_sums(*shape, epsilon, (*room.sums, *found), running)

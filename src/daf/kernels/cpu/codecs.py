@@ -69,7 +69,10 @@ def decode(codec: Codec, job: Job) -> None:
 
 
 def read(job: Job) -> None:
-    """Read the source's blocks, after ``affine``, for the job's ``emission`` or ``sums``."""
+    """Read the source's blocks, after ``affine``, for the job's ``emission`` or ``sums``.
+
+    Sums and sums of squares of channels are float64's in the format's order; canonical NaN.
+    """
     run(_native.read_blocks, job, "source")
 
 

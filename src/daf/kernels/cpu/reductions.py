@@ -1,4 +1,4 @@
-"""Ranges and sums of channels, by the native kernels.
+"""Ranges of channels, by the native kernels, and the workspaces of theirs and of sums.
 
 Element ``i`` in memory order is of channel ``(i // inner) % channels``; a whole tensor is one
 channel. Addresses, ``threads`` and KernelError are as in ``daf.kernels.cpu.codecs``. The bytes
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import daf._native as _native
 from daf.core.code_format import ElementType
-from daf.kernels import ChannelSums, RangeStrategy
+from daf.kernels import RangeStrategy
 from daf.kernels.cpu.checks import (
     check_call,
     check_channels,
@@ -18,7 +18,6 @@ from daf.kernels.cpu.checks import (
     check_pointer,
     check_row_length,
 )
-from daf.kernels.cpu.codecs import read
 from daf.kernels.cpu.job import Job, run
 
 
@@ -38,7 +37,7 @@ def ranges_workspace_bytes(
 
 
 def sums_workspace_bytes(count: int, threads: int, channels: int = 1, inner: int = 1) -> int:
-    """Return the workspace bytes of ``measure_sums``."""
+    """Return the workspace bytes of a job with ``sums``."""
     _check_shape(count, threads, channels, inner)
     return int(_native.sums_workspace_bytes(count, channels, inner, threads))
 
@@ -68,13 +67,6 @@ def measure_ranges(
     more = (channels, inner, *places, int(strategy))
     job = Job(threads, count, element_type, source)
     run(lambda *call: _native.measure_ranges(*call, *more), job, "source")
-
-
-def measure_sums(
-    source: int, element_type: ElementType, count: int, sums: ChannelSums, threads: int
-) -> None:
-    """Write float64 sums and sums of squares of channels in the format's order; canonical NaN."""
-    read(Job(threads, count, element_type, source, sums=sums))
 
 
 def rows_workspace_bytes(count: int, length: int, threads: int) -> int:
