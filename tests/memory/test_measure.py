@@ -74,13 +74,15 @@ def test_freed_blocks_return_at_once_while_entered() -> None:
     program = """
 import numpy as np
 from daf.memory import glibc, process_memory
-from daf.memory.owners import Claim, owning
-with owning(Claim(returns_freed_blocks=True)):
-    blocks = [np.ones(1024 * 1024, dtype=np.uint8) for _ in range(64)]
-    held = process_memory.resident_bytes()
-    # Every second one: a heap could not give these back.
-    del blocks[::2]
-    print(held - process_memory.resident_bytes())
+from daf.memory.owners import Claim, owners
+claim = Claim(returns_freed_blocks=True)
+owners.enter(claim)
+blocks = [np.ones(1024 * 1024, dtype=np.uint8) for _ in range(64)]
+held = process_memory.resident_bytes()
+# Every second one: a heap could not give these back.
+del blocks[::2]
+print(held - process_memory.resident_bytes())
+owners.leave(claim)
 assert not glibc.returns_freed_blocks()
 """
     returned_bytes = int(

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random
 
 import pytest
@@ -17,7 +18,7 @@ from daf._native import allocator as native
 
 from daf.memory import glibc
 from daf.memory.allocation_log import track
-from daf.memory.owners import Claim, owners, owning
+from daf.memory.owners import Claim, owners
 from daf.memory.process_limit import MemoryKeeper
 from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reason
 from daf.memory.statistics import stats
@@ -150,6 +151,15 @@ class _Altered:
 
     def __getattr__(self, name: str) -> object:
         return self._function if name == self._name else getattr(native, name)
+
+
+@contextmanager
+def owning(claim: Claim) -> Iterator[Claim]:
+    try:
+        owners.enter(claim)
+        yield claim
+    finally:
+        owners.leave(claim)
 
 
 def test_what_was_expected_goes_first_then_hooks_are_asked_the_youngest_first() -> None:

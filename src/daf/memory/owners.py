@@ -14,8 +14,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from daf._native import allocator as native
@@ -199,7 +198,7 @@ def cannot_redirect(problem: str) -> PlatformError:
     """Return the error where allocations cannot be redirected."""
     return PlatformError(
         f"asked to recycle PyTorch's CPU memory; found: {problem}; without it, train as before or "
-        "let glibc return freed blocks (``owning(Claim(returns_freed_blocks=True))``)"
+        "let glibc return freed blocks (``owners.enter(Claim(returns_freed_blocks=True))``)"
     )
 
 
@@ -221,20 +220,6 @@ def _less(one: int | None, other: int | None) -> int | None:
 
 
 owners = Owners()  # of this process
-
-
-@contextmanager
-def owning(claim: Claim) -> Iterator[Claim]:
-    """Hold a claim inside.
-
-    Raises:
-        PlatformError: as ``Owners.enter``.
-    """
-    try:
-        owners.enter(claim)
-        yield claim
-    finally:
-        owners.leave(claim)
 
 
 def _after_fork_in_child() -> None:

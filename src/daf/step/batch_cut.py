@@ -76,7 +76,7 @@ class BatchCut:
         if self.own is not None or count >= size:
             return [*range(min(count, size))]
         found, last = list[int](), size - 1
-        for tensor, dim in sorted(cut, key=lambda pair: _is_inexact(pair[0])):
+        for tensor, dim in sorted(cut, key=lambda pair: pair[0].is_floating_point()):
             rows = tensor.narrow(dim, 0, min(size, _MOST_LOOKED_AT))
             within = [each for each in range(rows.dim()) if each != dim]
             sums = (rows.sum(within) if within else rows).tolist()
@@ -124,11 +124,7 @@ WHOLE = BatchCut()
 
 
 def _is_of_classes(tensor: Tensor) -> bool:
-    return tensor.dim() == 1 and not _is_inexact(tensor)
-
-
-def _is_inexact(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    return tensor.dim() == 1 and not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _ends(size: int, micro_batch: int, least: int) -> list[int]:

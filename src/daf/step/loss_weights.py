@@ -42,9 +42,7 @@ _ORDERINGS: dict[str, tuple[int, int | None]] = {
 _MEANS = {"mean", "nanmean", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
 _NOTED = {*_DIVISIONS, *_RECIPROCALS, *_PRODUCTS, *_ORDERINGS, *_MEANS}
 _OTHERS_MEANS = {"ctc_loss", "nll_loss"}  # by lengths, and by what is read already
-# Whether it is among how many is ordered; else a divisor, factor or count.
-_Note = tuple[bool, Any]
-_NOTHING: tuple[Callable[[], None], list[_Note]] = (lambda: None, [])
+_Note = tuple[bool, Any]  # among how many is ordered; else a divisor, factor or count
 _BOUNDS = {"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "max", "maximum", "where"}
 
 
@@ -142,15 +140,15 @@ class LossWeights(TorchFunctionMode):
         """Keep what decides over a loss; what is computed beside it (a metric) decides nothing."""
         notes = _notes(name, given, named, found, is_read)
         for each in _tensors_in(given) if self._noted else ():
-            reference, known = self._noted.get(id(each), _NOTHING)
+            reference, known = self._noted.get(id(each), (lambda: None, []))
             notes += known if reference() is each else ()
+        notes = [*{id(each): each for each in notes}.values()]  # of each way to it one
         is_scalar = isinstance(found, Tensor) and found.numel() == 1
         if is_read:
             self.ordered += (size for is_order, size in notes if is_order)
             self.scalings += (number for is_order, number in notes if not is_order)
             if name in _DIVISIONS and is_scalar:
-                tensors = (each for each in given[1:] if isinstance(each, Tensor))
-                self._counts += (each for each in tensors if not _is_differentiable(each))
+                self._counts += (e for e in _tensors_in(given[1:]) if not _is_differentiable(e))
             return
         if name in _BOUNDS and is_scalar:
             self._bounded.append(found)
@@ -199,7 +197,11 @@ def _notes(
     if not (name in _NOTED or is_loss) or not isinstance(first, Tensor) or first.is_sparse:
         return []
     if name in _ORDERINGS:
-        return _order(name, given, named, first)
+        if not first.is_floating_point() or not first.dim():  # whole numbers are lengths, say
+            return []
+        place, default = _ORDERINGS[name]
+        dim = named.get("dim", given[place] if len(given) - len(named) > place else default)
+        return [(True, first.numel() if dim is None else first.shape[dim])]
     if name in _RECIPROCALS:
         return [(False, first)] if _is_count(first) else []
     if name in _DIVISIONS or name in _PRODUCTS:
@@ -212,17 +214,6 @@ def _notes(
     count = first.numel() if name != "nanmean" else first.detach().isnan().logical_not().sum()
     is_of_rows = named.get("reduction") == "batchmean"
     return [(False, len(first) if is_of_rows else count / max(1, found.numel()))]
-
-
-def _order(
-    name: str, given: tuple[Any, ...], named: Mapping[str, Any], first: Tensor
-) -> list[_Note]:
-    """Return among how many floats it orders; whole numbers are lengths, say."""
-    if not first.is_floating_point() or not first.dim():
-        return []
-    place, default = _ORDERINGS[name]
-    dim = named.get("dim", given[place] if len(given) - len(named) > place else default)
-    return [(True, first.numel() if dim is None else first.shape[dim])]
 
 
 def _is_count(value: Any) -> bool:

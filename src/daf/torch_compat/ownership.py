@@ -63,15 +63,12 @@ def sole_holders() -> Holders:
 
 def is_held_by_none_but(group: tuple[Any, ...]) -> bool:
     """True if only this tuple holds its first tensor, an operator's result."""
-    return _holders_in(group) == _sole_holders_in_tuple()
-
-
-def _holders_in(group: tuple[Any, ...]) -> Holders:
-    return holders_of(group[0])
+    return holders_of(group[0]) == _sole_holders_in_tuple()
 
 
 @cache
 def _sole_holders_in_tuple() -> Holders:
     with torch.enable_grad():
         leaf = torch.zeros(1, requires_grad=True)
-        return _holders_in((leaf * 2.0,))
+        group = (leaf * 2.0,)
+        return holders_of(group[0])
