@@ -113,15 +113,15 @@ def test_channels_have_a_choice_of_their_own_tried_on_a_part_that_has_all_of_the
     monkeypatch.setattr(ranges, "PART_ELEMENTS", LARGE)
     times = Times(monkeypatch, tree=0.5e-3)
     chooses, tensor = Ranges(None), torch.zeros(4 * LARGE // 96, 96)
-    assert chooses._choose(tensor, WHOLE) == "tree"
+    assert chooses.strategy_for(tensor) == "tree"
     times.seconds |= {"tree": 2e-3, "atomics": 0.1e-3}
     times.sizes.clear()
-    assert chooses._choose(tensor, Cut(96, 1)) == "atomics"
+    assert chooses.strategy_for(tensor, Cut(96, 1)) == "atomics"
     assert {size for _, size in times.sizes} == {LARGE // 96 * 96, tensor.numel()}
     times.seconds |= {"hybrid": 0.01e-3}
-    assert chooses._choose(tensor, Cut(96, 1)) == "atomics"  # its class has one
-    assert chooses._choose(tensor, Cut(6, 16)) == "hybrid"
-    assert chooses._choose(tensor, WHOLE) == "tree"
+    assert chooses.strategy_for(tensor, Cut(96, 1)) == "atomics"  # its class has one
+    assert chooses.strategy_for(tensor, Cut(6, 16)) == "hybrid"
+    assert chooses.strategy_for(tensor) == "tree"
 
 
 def test_the_fastest_is_taken_and_kept_for_the_next_process(
@@ -130,21 +130,21 @@ def test_the_fastest_is_taken_and_kept_for_the_next_process(
     times = Times(monkeypatch, hybrid=0.5e-3)
     chooses = Ranges(tmp_path / "strategies.json")
     tensor = torch.randn(LARGE)
-    assert chooses._choose(tensor, WHOLE) == "hybrid"
+    assert chooses.strategy_for(tensor) == "hybrid"
     assert set(times.measured) == set(STRATEGIES)
     again = Ranges(tmp_path / "strategies.json")
     times.measured.clear()
-    assert again._choose(tensor, WHOLE) == "hybrid"
+    assert again.strategy_for(tensor) == "hybrid"
     assert times.measured == []  # the file knew
     times.seconds |= {"hybrid": 2e-3, "tree": 0.2e-3}
-    assert {again._choose(tensor, WHOLE) for _ in range(1000)} == {"hybrid"}  # kept for the size
+    assert {again.strategy_for(tensor) for _ in range(1000)} == {"hybrid"}  # kept for the size
 
 
 def test_what_is_slow_on_a_part_is_not_tried_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "PART_ELEMENTS", LARGE)
     slow = 2 * HOPELESS * 1e-3
     times = Times(monkeypatch, atomics=slow, hybrid=0.5e-3)
-    assert Ranges(None)._choose(torch.zeros(4 * LARGE), WHOLE) == "hybrid"
+    assert Ranges(None).strategy_for(torch.zeros(4 * LARGE)) == "hybrid"
     assert {(name, LARGE) for name in STRATEGIES} <= times.sizes
     assert ("hybrid", 4 * LARGE) in times.sizes
     assert ("atomics", 4 * LARGE) not in times.sizes
@@ -157,9 +157,9 @@ def test_the_processor_s_rule_is_left_for_a_clear_margin_alone(
     rule = range_strategy(LARGE, torch.get_num_threads()).name.lower()
     other = next(name for name in STRATEGIES if name != rule)
     times = Times(monkeypatch, **{other: 0.98e-3})
-    assert Ranges(None)._choose(tensor, WHOLE) == rule
+    assert Ranges(None).strategy_for(tensor) == rule
     times.seconds[other] = 0.9e-3
-    assert Ranges(None)._choose(tensor, WHOLE) == other
+    assert Ranges(None).strategy_for(tensor) == other
 
 
 @pytest.mark.thorough
@@ -203,13 +203,13 @@ def test_sizes_and_types_have_choices_of_their_own_and_small_ones_none(
     chooses.ends(torch.zeros(LARGE, dtype=torch.float64))
     chooses.ends(torch.zeros(LARGE, dtype=torch.int64))
     chooses.ends(torch.zeros(2, LARGE)[:, ::2])
-    assert not chooses._has_choice(torch.zeros(LEAST_ELEMENTS - 1))
+    assert chooses.strategy_for(torch.zeros(LEAST_ELEMENTS - 1)) == PYTORCH
     assert times.measured == []
     chooses.ends(torch.zeros(LARGE))
     times.seconds |= {"tree": 2e-3, "atomics": 0.1e-3}
-    assert chooses._choose(torch.zeros(LARGE), WHOLE) == "tree"
-    assert chooses._choose(torch.zeros(8 * LARGE), WHOLE) == "atomics"
-    assert chooses._choose(torch.zeros(LARGE).half(), WHOLE) == "atomics"
+    assert chooses.strategy_for(torch.zeros(LARGE)) == "tree"
+    assert chooses.strategy_for(torch.zeros(8 * LARGE)) == "atomics"
+    assert chooses.strategy_for(torch.zeros(LARGE).half()) == "atomics"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.int8])

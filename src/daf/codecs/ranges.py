@@ -81,6 +81,10 @@ class Ranges:
             )
             return _by_pytorch(tensor, cut)
 
+    def strategy_for(self, tensor: Tensor, cut: Cut = WHOLE) -> str:
+        """Return the strategy for this call; the first call of a size takes some milliseconds."""
+        return self._choose(tensor, cut) if self._has_choice(tensor) else PYTORCH
+
     def _choose(self, tensor: Tensor, cut: Cut) -> str:
         name = device_name(tensor.device)
         shape_class = _class_name(tensor.dtype, tensor.numel().bit_length() // 2, cut)

@@ -128,7 +128,6 @@ class CutChooser:
             forbidden = splitting.forbidden_because if splitting.split is False else ""
             return SplitChoice(cut, refusal=forbidden or statistics)
         bound_bytes = math.inf if self._is_hopeless(found, budget_bytes) else budget_bytes
-        # Two of one class and another show what couples classes, where there are any.
         proven = max(2 * cut.least, examples_of(size, 3 if cut.has_classes(context.batch) else 2))
         is_tight = self._needed_bytes(found, proven, found.plain_bytes) > budget_bytes
         if is_tight and 2 * cut.least <= size:  # two sizes show what does not grow

@@ -90,7 +90,7 @@ class BatchCut:
         return [*[*others][: count - 1], last]
 
     def has_classes(self, batch: Any) -> bool:
-        """True if an integer belongs to each example, and some examples share theirs."""
+        """True if examples have classes and share them: two of one and another show couplings."""
         found = (each for each, _ in self._cut(batch) if _is_of_classes(each))
         return any(len({*each.tolist()}) < len(each) for each in found)
 

@@ -149,10 +149,9 @@ class LossWeights(TorchFunctionMode):
             self.scalings += (number for is_order, number in notes if not is_order)
             if name in _DIVISIONS and is_scalar:
                 self._counts += (e for e in _tensors_in(given[1:]) if not _is_differentiable(e))
-            return
-        if name in _BOUNDS and is_scalar:
+        elif name in _BOUNDS and is_scalar:
             self._bounded.append(found)
-        for each in _tensors_in((found,)) if notes else ():
+        for each in _tensors_in((found,)) if notes and not is_read else ():
             self._noted[id(each)] = weakref.ref(each), notes
 
     def _called(
@@ -226,10 +225,8 @@ def _is_count(value: Any) -> bool:
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield tensors, those of lists and tuples too."""
     for each in values:
-        if isinstance(each, (tuple, list)):
-            yield from (inner for inner in each if isinstance(inner, Tensor))
-        elif isinstance(each, Tensor):
-            yield each
+        inside = each if isinstance(each, (tuple, list)) else (each,)
+        yield from (inner for inner in inside if isinstance(inner, Tensor))
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
