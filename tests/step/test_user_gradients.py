@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -51,6 +52,22 @@ def test_gradients_that_the_user_accumulated_are_added_to(is_bounded: bool) -> N
         mean(plain, batch).backward()
         session.step(batch, mean)
         torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+
+
+def test_a_step_holds_nothing_of_what_the_step_before_left() -> None:
+    model, batch, left, found = mlp(), images(), list[weakref.ref[Tensor]](), list[bool]()
+
+    def noted(model: nn.Module, batch: Batch) -> Tensor:
+        found.append(any(each() is not None for each in left))
+        return mean(model, batch)
+
+    with Session(model, torch.optim.SGD(model.parameters(), lr=0.1), None) as session:
+        session.step(batch, noted)
+        left += [weakref.ref(each.grad) for each in model.parameters() if each.grad is not None]
+        found.clear()
+        session.step(batch, noted)
+    assert len(left) == 4
+    assert found == [False]
 
 
 def test_another_session_clears_what_the_first_one_left() -> None:

@@ -58,7 +58,9 @@ class UserGradients:
         users = {each: grad for each, grad in found if self._is_users(grad)}
         has_own = bool(users)
         users |= {each: each.grad for each in self.elsewhere if each.grad is not None}
-        for parameter in chain(self.elsewhere, (each for each, _ in found)):
+        cleared = [*self.elsewhere, *(each for each, _ in found)]
+        del found  # this frame lives as long as the step: it would hold the step before's gradients
+        for parameter in cleared:
             parameter.grad = None
         try:
             yield has_own
