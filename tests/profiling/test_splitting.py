@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from daf import BatchSplit, BudgetError, Session
 from daf.memory import process_memory
 from daf.memory.recycling_allocator import unsupported_reason
+from daf.profiling import gradient_sketches
 from daf.profiling.split_proof import SplitProof
 from daf.profiling.terse_saves import terse_saves
 from daf.step.batch_cut import BatchCut, possible_cuts
@@ -534,6 +535,20 @@ def test_a_terse_proof_judges_every_case_as_the_plain_one(name: str) -> None:
             for is_terse in (False, True)
         )
         assert plain == terse
+
+
+@pytest.mark.parametrize("name", [*ADD_UP, *DO_NOT])
+def test_sketches_of_gradients_judge_every_case_as_the_gradients_do(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = (ADD_UP | DO_NOT)[name]
+    model, batch = case.model(), case.batch()
+    for cut in possible_cuts(batch):
+        found = []
+        for least in (2**62, 1):
+            monkeypatch.setattr(gradient_sketches, "LEAST_ELEMENTS", least)
+            found.append(judged(SplitProof(model, case.loss, statistics=True), batch, cut))
+        assert found[0] == found[1]
 
 
 def test_terse_saves_keep_the_scale_of_each_number() -> None:

@@ -23,11 +23,15 @@ _GOLDEN = 0.6180339887498949  # multiples of it spread evenly, so that loops ove
 
 
 class ConstantRandom(DispatchMode):
-    """Every random operator's result is one number; ``dtypes``: of tensors that operators gave."""
+    """Every random operator's result is one number.
+
+    ``dtypes``: of tensors that operators gave; ``has_drawn``: a random operator ran.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtypes: set[torch.dtype] = set()
+        self.has_drawn = False
         self._draws = 0
 
     def in_backward(self) -> OperatorMode:
@@ -53,13 +57,16 @@ class ConstantRandom(DispatchMode):
         """Run one operator; PyTorch calls this."""
         # Thousands of operators in a pass of a deep model: each line here is a part of its time.
         if kwargs and "dropout_p" in kwargs:
+            self.has_drawn = self.has_drawn or bool(kwargs["dropout_p"])
             kwargs = {**kwargs, "dropout_p": 0.0}
         if func is _DROPOUT:  # most models draw by this alone: nothing is drawn in vain
+            self.has_drawn = True
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         found = func(*args, **kwargs) if kwargs else func(*args)
         constant = _constant(func)
         if constant is not None:
             self._draws += 1
+            self.has_drawn = True
             found = constant(found, 0.5 + self._draws * _GOLDEN, args)
         if isinstance(found, Tensor):
             self.dtypes.add(found.dtype)

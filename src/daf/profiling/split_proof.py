@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,23 +20,20 @@ from torch import Tensor, nn
 
 from daf.core.errors import SplitError
 from daf.profiling.constant_random import ConstantRandom
+from daf.profiling.gradient_sketches import GradientSketches
 from daf.profiling.terse_saves import terse_saves
 from daf.recompute.python_state import Surroundings
 from daf.step.batch_cut import BatchCut
 from daf.step.loss_weights import ONE_BY_ONE, LossWeights, PartWeights, Weighing, parameter_names
-from daf.step.microbatch import (
-    LossFunction,
-    WeightedLoss,
-    drop_gradients,
-    read_loss,
-    scale_gradients,
-)
+from daf.step.microbatch import LossFunction, WeightedLoss, read_loss, scale_gradients
 from daf.step.parameter_writes import ParameterWrites
 from daf.step.state_snapshot import StateSnapshot
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.compiler_stance import eagerly
 from daf.torch_compat.modules import AnyBatchNorm
 from daf.torch_compat.pytree import tensors_inside
+
+_Mode = AbstractContextManager[object]
 
 MOST_EXAMPLES = 4
 # Rounding, relative to a parameter's gradient and to the whole gradient, by the narrowest type
@@ -76,6 +73,8 @@ class SplitProof:
         self.is_terse = is_terse
         self._snapshot = StateSnapshot(Surroundings.of(model, loss_fn))
         self._dtypes: set[torch.dtype] = set()
+        self._sketches = GradientSketches(model)
+        self._may_draw = True
         self.functions: set[str] = set()  # that ran in forward passes
 
     def run(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
@@ -88,14 +87,25 @@ class SplitProof:
         writes = ParameterWrites(self._model)
         try:
             with self._without_statistics(), writes:
-                weighing, refusal = self._proven(some, cut, examples)
+                weighing, refusal = self._sketched(some, cut, examples)
             if not refusal and self._snapshot.has_drawn():
                 refusal = _DRAWN
             return weighing, _WRITTEN if writes.has_written else refusal
         finally:
             self._snapshot.restore()
             writes.restore()
-            drop_gradients(self._model)
+            self._drop_gradients()
+
+    def _sketched(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
+        """Prove by sketches of gradients, and by the gradients where that shows nothing."""
+        if self._sketches.sketches:
+            with suppress(Exception):  # what the user's own code does with weights may need more
+                weighing, refusal = self._proven(batch, cut, examples)
+                if not refusal:
+                    return weighing, refusal
+            self._snapshot.restore()
+            self._sketches.give_up()
+        return self._proven(batch, cut, examples)
 
     def _proven(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
         weighing = Weighing.LOSS
@@ -121,7 +131,7 @@ class SplitProof:
         middle = _middle(examples, cut.least)
         weights, has_divisors = PartWeights(weighing), False
         disturbed = middle if weighing is Weighing.LOSS else 0
-        drop_gradients(self._model)
+        self._drop_gradients()
         self._snapshot.restore()
         joined = weight = unweighed = 0.0
         parts: list[LossWeights] = []
@@ -147,7 +157,7 @@ class SplitProof:
         if not weight:
             return _Trial("its loss weighs nothing on a few examples", has_divisors)
         if loss.is_sum:  # as in a step: what hooks do may depend on the length of a gradient
-            scale_gradients([*self._model.parameters()], 1.0 / weight)
+            scale_gradients(self._weights(), 1.0 / weight)
             joined /= weight
         written, lengths = self._buffers(), self._lengths()
         self._snapshot.restore()
@@ -185,16 +195,19 @@ class SplitProof:
         return terse_saves(stays) if self.is_terse else nullcontext()
 
     @contextmanager
-    def _constantly(self) -> Iterator[tuple[ConstantRandom, AbstractContextManager[object]]]:
+    def _constantly(self) -> Iterator[tuple[_Mode, _Mode]]:
         """Run one pass inside; the modes yielded draw in its forward and its backward part.
 
-        Scripts call operators past Python, also where a checkpoint runs them again.
+        Scripts call operators past Python, also where a checkpoint runs them again. Where the first
+        pass draws nothing, the others are not looked at: they take a third less.
         """
         random = ConstantRandom()
         is_scripted = any(isinstance(e, torch.jit.ScriptModule) for e in self._model.modules())
-        with torch.enable_grad(), eagerly():
-            yield random, random if is_scripted else random.in_backward()
+        modes = random, random if is_scripted else random.in_backward()
+        with torch.enable_grad(), eagerly(), self._sketches.taken():
+            yield modes if self._may_draw else (nullcontext(), nullcontext())
         self._dtypes |= random.dtypes
+        self._may_draw = self._may_draw and random.has_drawn
 
     def _apart(self, lengths: Tensor, whole: float, joined: float, examples: int) -> str:
         """Return "" if what is left of the gradient is rounding, else what the parts differ in."""
@@ -214,10 +227,17 @@ class SplitProof:
             "examples are coupled or weighed by the loss, or that dimension is none of examples"
         )
 
+    def _weights(self) -> list[nn.Parameter]:
+        return [*self._model.parameters(), *self._sketches.sketches]
+
+    def _drop_gradients(self) -> None:
+        for each in self._weights():
+            each.grad = None
+
     def _lengths(self) -> Tensor:
         """Return the length of every parameter's gradient: (parameters,) float64."""
         with without_torch_function():
-            return torch.stack([*map(_length, self._model.parameters())]).cpu()
+            return torch.stack([*map(_length, self._weights())]).cpu()
 
     def _tolerance(self) -> tuple[float, float]:
         narrow = [_TOLERANCE[each] for each in self._dtypes if each in _TOLERANCE]
