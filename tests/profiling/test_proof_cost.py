@@ -107,3 +107,41 @@ def test_what_a_checkpoint_draws_again_in_backward_is_constant_too(is_scripted: 
     whole = batch()
     proof = SplitProof(Checkpointed(is_scripted), mean, statistics=True)
     assert proof.run(whole, next(possible_cuts(whole)), 4)[1] == ""
+
+
+def viewed(asked: nn.Module, part: Batch) -> Tensor:
+    labels = part[1].view(-1)
+    assert labels.shape[0] == labels.size(0) == len(labels)
+    return F.nll_loss(F.log_softmax(asked(part[0]), 1), labels)
+
+
+def by_class(asked: nn.Module, part: Batch) -> Tensor:
+    alike = (part[1][:, None] == part[1]).float().fill_diagonal_(0.0)
+    found = asked(part[0])
+    return F.cross_entropy(found, part[1]) + (alike * torch.cdist(found, found)).sum()
+
+
+def looked_up(asked: nn.Module, part: Batch) -> Tensor:
+    return F.cross_entropy(asked(part[0]), torch.arange(5).flip(0)[part[1]])
+
+
+@pytest.mark.parametrize(
+    ("loss", "examples"), [(mean, 2), (viewed, 2), (by_class, 3), (looked_up, 3)]
+)
+def test_a_proof_takes_two_of_a_class_only_where_more_than_a_loss_reads_classes(
+    loss: Loss, examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    run = SplitProof.run
+
+    def noted(proof: SplitProof, whole: Batch, cut: Any, count: int) -> Any:
+        taken.append(count)
+        return run(proof, whole, cut, count)
+
+    monkeypatch.setattr(SplitProof, "run", noted)
+    asked = model()
+    budget = process_memory.resident_bytes() + 2**31
+    with Session(asked, torch.optim.SGD(asked.parameters(), lr=0.0), budget) as session:
+        session.prepare(batch(), loss)
+        assert bool(session.split_refusal) == (loss is by_class)
+    assert taken[0] == examples

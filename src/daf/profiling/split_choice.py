@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from daf.core.errors import DafError
 from daf.profiling.split_proof import MOST_EXAMPLES, SplitProof
@@ -23,7 +25,9 @@ from daf.step.context import StepContext
 from daf.step.loss_weights import Weighing
 from daf.step.microbatch import split_refusal
 from daf.step.splitting import NO_ROOM_TO_PROVE, NOT_PROVEN, SplitChoice
+from daf.torch_compat.autograd_graph import storage_address, without_torch_function
 from daf.torch_compat.modules import AnyBatchNorm
+from daf.torch_compat.pytree import tensors_in_batch
 
 Proven = tuple[Weighing, str]
 
@@ -32,6 +36,20 @@ LEAST_TIMED = 16  # examples in a batch from which on all proofs take less than 
 EXAMPLES_FOR_EACH = 8  # then, of the batch, for each that a proof takes; else it takes all
 LEAST_WITH_STATISTICS = 2  # examples, where layers take statistics over them
 HOPELESS = 0.9  # of what a step is expected to take: a plan may need less than what was observed
+_OF_SINGLE_EXAMPLES = (F.cross_entropy, F.nll_loss)
+# Shapes, types and places in memory, which the capture asks for as well.
+_ABOUT_TENSORS = {
+    *(
+        "__get__",
+        "__len__",
+        "data_ptr",
+        "dim",
+        "element_size",
+        "is_contiguous",
+        "is_floating_point",
+    ),
+    *("nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"),
+}
 NO_PART_RUNS = "no part of it runs by itself, or no dimension of its tensors is one of examples"
 
 
@@ -74,6 +92,7 @@ class CutChooser:
     def __post_init__(self) -> None:
         self.proof_ms = 0.0
         self._is_warm = False
+        self._reads_classes = False
         self._needed_bytes = partial(bytes_to_prove, self.expected)
 
     def run(self, context: StepContext, budget_bytes: float) -> Observation | None:
@@ -111,8 +130,9 @@ class CutChooser:
                 break
             try:
                 if not self._is_warm:  # once unmeasured: libraries load in a first step
-                    self.observe(context, least)
-                    self._is_warm = True
+                    with _ClassReads(cut.classes(context.batch)) as reads:
+                        self.observe(context, least)
+                    self._is_warm, self._reads_classes = True, reads.found
                 return self.observe(context, least)
             except (DafError, MemoryError, torch.OutOfMemoryError):
                 raise
@@ -128,7 +148,7 @@ class CutChooser:
             forbidden = splitting.forbidden_because if splitting.split is False else ""
             return SplitChoice(cut, refusal=forbidden or statistics)
         bound_bytes = math.inf if self._is_hopeless(found, budget_bytes) else budget_bytes
-        proven = max(2 * cut.least, examples_of(size, 3 if cut.has_classes(context.batch) else 2))
+        proven = max(2 * cut.least, examples_of(size, 3 if self._reads_classes else 2))
         is_tight = self._needed_bytes(found, proven, found.plain_bytes) > budget_bytes
         if is_tight and 2 * cut.least <= size:  # two sizes show what does not grow
             with suppress(Exception):  # what the user's code raises, the proof will find
@@ -179,3 +199,36 @@ class CutChooser:
         examples as show anything.
         """
         return HOPELESS * self.expected(found, found.examples) > budget_bytes
+
+
+class _ClassReads(TorchFunctionMode):
+    """Whether anything inside reads classes but losses of single examples.
+
+    Only what does can couple the examples of a class. A view of them is no reading yet.
+    """
+
+    def __init__(self, classes: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.found = False
+        self._addresses = {*map(storage_address, classes)}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one operator; PyTorch calls this."""
+        result = func(*args, **(kwargs or {}))
+        if self._addresses and not self.found and func not in _OF_SINGLE_EXAMPLES:
+            with without_torch_function():
+                given, got = self._shown((args, kwargs or {})), self._shown(result)
+                about = getattr(func, "__name__", "") in _ABOUT_TENSORS and not got
+                self.found = any(given) and not about and not (got and all(got))
+        return result
+
+    def _shown(self, nest: Any) -> list[bool]:
+        """Return of each tensor in a nest whether it lies in the classes' memory."""
+        strided = (each for each in tensors_in_batch(nest) if each.layout is torch.strided)
+        return [storage_address(each) in self._addresses for each in strided]

@@ -89,10 +89,10 @@ class BatchCut:
         others = dict.fromkeys(each for each in (*found, *range(size)) if each != last)
         return [*[*others][: count - 1], last]
 
-    def has_classes(self, batch: Any) -> bool:
-        """True if examples have classes and share them: two of one and another show couplings."""
+    def classes(self, batch: Any) -> list[Tensor]:
+        """Return the classes that examples share: two of one and another show couplings."""
         found = (each for each, _ in self._cut(batch) if _is_of_classes(each))
-        return any(len({*each.tolist()}) < len(each) for each in found)
+        return [each for each in found if len({*each.tolist()}) < len(each)]
 
     def _cut(self, batch: Any) -> list[tuple[Tensor, int]]:
         """Return the tensors that are cut, and where; labels, which usually come last, first."""
