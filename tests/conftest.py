@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,11 @@ from daf.memory.recycling_allocator import unsupported_reason
 from daf.saved_tensors import packer
 
 write_entry_points()
+
+
+def pytest_unconfigure() -> None:
+    """Leave nothing in the folder of temporary files."""
+    shutil.rmtree(os.environ["DAF_CACHE"], ignore_errors=True)
 
 
 def poisoned_empty(layout: Layout) -> Tensor:
