@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def red_columns(path: Path, rows: slice) -> int:
 def test_a_budget_that_moved_is_drawn_as_steps(run: Path) -> None:
     assert draw_memory_elsewhere(run) == ""
     level = red_columns(run / "memory.png", slice(0.5, 0.9))
-    with GrowingFile(run / "memory.jsonl") as log:
+    with closing(GrowingFile(run / "memory.jsonl")) as log:
         for seconds, budget in ((-0.5, 600), (1.0, 250), (3.5, 600)):
             log.append([{"seconds": seconds, "budget_bytes": budget * 10**6}])
     assert read_run(run).memory.budgets == [(0.0, 600), (1.0, 250), (3.5, 600)]

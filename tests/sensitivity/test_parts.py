@@ -154,10 +154,10 @@ def test_measuring_and_planning_stay_within_their_share(
     schedule = Schedule()
     measured = 0
     for step_ms in steps:
-        schedule.note_step(step_ms)
+        schedule.trained_ms += step_ms
         if schedule.allows(cost + planning):
-            schedule.note_measurement(cost)
-            schedule.note_plan(planning / 2)
-            schedule.note_search(planning / 2)
+            schedule.measured_ms += cost
+            schedule.planned_ms += planning
+            schedule.plans += 1
             measured += 1
         assert measured * (cost + planning) <= 0.02 * schedule.trained_ms * (1 + 1e-9)

@@ -53,7 +53,7 @@ def test_micro_batches_cover_the_batch_in_order(size: int, micro_batch: int) -> 
     ids=lambda batch: type(batch).__name__,
 )
 def test_structure_is_kept_and_tensors_are_views(batch: Any) -> None:
-    part = microbatch.batch_slice(batch, 2, 5)
+    part = microbatch.likely_cut(batch).take(batch, 2, 5)
     assert type(part) is type(batch)
     (cut,) = tensors_in_batch(part)
     (whole,) = tensors_in_batch(batch)
@@ -63,7 +63,8 @@ def test_structure_is_kept_and_tensors_are_views(batch: Any) -> None:
 
 def test_what_does_not_share_the_dimension_of_most_is_not_cut() -> None:
     table = torch.zeros(9, 2)
-    part = microbatch.batch_slice((torch.arange(6), torch.arange(6), table), 0, 2)
+    batch = (torch.arange(6), torch.arange(6), table)
+    part = microbatch.likely_cut(batch).take(batch, 0, 2)
     assert part[2] is table
 
 

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -172,7 +173,7 @@ def test_a_checkpoint_survives_a_disk_that_really_fills_up(small_disk: Path) -> 
     assert path.read_bytes() == before
     assert not list(small_disk.glob("*.part"))
     with (
-        GrowingFile(small_disk / "log") as log,
+        closing(GrowingFile(small_disk / "log")) as log,
         pytest.raises(RunFolderError, match="lines so far"),
     ):
         log.append([{"text": "x" * 300_000}])
@@ -228,7 +229,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_crash_logged_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    with GrowingFile(folder.metrics) as metrics:
+    with closing(GrowingFile(folder.metrics)) as metrics:
         metrics.append({"step": number} for number in range(1, 6))
     with folder.metrics.open("a") as metrics:
         metrics.write('{"step": 6, "lo')  # the crash

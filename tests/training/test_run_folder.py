@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def test_a_log_on_a_full_disk_keeps_its_lines_and_no_half_one(
 
     path = tmp_path / "log"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with GrowingFile(path) as log:
+    with closing(GrowingFile(path)) as log:
         log.append([{"step": 1}])
         size = path.stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))

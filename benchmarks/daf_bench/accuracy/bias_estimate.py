@@ -65,7 +65,7 @@ def measure_bias(
         )
         exact = passes.sketch(batch, plain_policy())
         passes.sketch(batch, policy)
-        sites = [report.site for report in passes.sites()]
+        sites = [report.site for report in passes.capture.sites()]
         errors = torch.stack(
             [
                 passes.sketch(batch, policy, dict.fromkeys(sites, draw)) - exact

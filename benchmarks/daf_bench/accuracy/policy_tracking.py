@@ -14,18 +14,19 @@ import torch
 from torch import nn
 
 from daf.capture.compress import compress
-from daf.core.code_errors import WITHOUT_ERROR, relative_error
+from daf.core.code_errors import relative_error
 from daf.core.errors import NonFiniteLossError
-from daf.core.policy import Policy, Site, Treatment, plain_policy, with_chunked_operators
+from daf.core.policy import Method, Policy, Site, Treatment, plain_policy, with_chunked_operators
 from daf.operators.chunked.weight_gradient import CHUNK_BYTES
 from daf.profiling.optimizer_probe import divides_by_gradients
 from daf.sensitivity.estimate import measure_sensitivity
-from daf.step.microbatch import LossFunction, batch_slice, likely_cut
+from daf.step.microbatch import LossFunction, likely_cut
 from daf_bench.accuracy.policies import Example, is_refitted, make_policy
 
 PART = 8
 FIRST_FIT = 20
 GROWTH = 3.0
+_WITHOUT_ERROR = frozenset({Method.RANGED, Method.REGISTERED})  # theirs depends on the tensor
 
 
 def fit_steps(steps: int) -> tuple[int, ...]:
@@ -77,7 +78,7 @@ class Follower:
             return
         reports = self._coded.sites()
         treatments: dict[Site, Treatment] = {each.site: each.treatment for each in reports}
-        if any(each.method in WITHOUT_ERROR for each in treatments.values()):
+        if any(each.method in _WITHOUT_ERROR for each in treatments.values()):
             return
         part, policy = self._example(batch).batch, _measurable(self._policy)
         try:
@@ -106,7 +107,8 @@ class Follower:
 
 def example_of(model: nn.Module, loss_fn: LossFunction, batch: Any, *, relative: bool) -> Example:
     """A part of a batch, as policies are fitted to."""
-    part = batch_slice(batch, 0, max(1, likely_cut(batch).size(batch) // PART))
+    cut = likely_cut(batch)
+    part = cut.take(batch, 0, max(1, cut.size(batch) // PART))
     return Example(model, loss_fn, part, parts=PART, relative=relative)
 
 

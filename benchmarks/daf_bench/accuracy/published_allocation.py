@@ -14,7 +14,7 @@ from torch import nn
 
 from daf.core.code_errors import minmax_error
 from daf.core.policy import Method, Need, Policy, Treatment, exact_policy
-from daf.step.microbatch import LossFunction, batch_slice, likely_cut
+from daf.step.microbatch import LossFunction, likely_cut
 from daf_bench.accuracy.bit_allocation import gact_widths
 from daf_bench.accuracy.policies import Example, coded_elements, measured
 
@@ -41,8 +41,9 @@ def gact_policy(bits: int, model: nn.Module, loss_fn: LossFunction, batch: Any) 
     sensitivity is the squared distance of two gradients under different seeds of its 1-bit
     code, which is twice that code's variance.
     """
-    examples = likely_cut(batch).size(batch)
-    example = Example(model, loss_fn, batch_slice(batch, 0, -(-examples // FITTED_ON)))
+    cut = likely_cut(batch)
+    part = cut.take(batch, 0, -(-cut.size(batch) // FITTED_ON))
+    example = Example(model, loss_fn, part)
     uniform = minmax_policy(bits)
     elements = coded_elements(example, uniform)
     variances = measured(example, uniform, elements)

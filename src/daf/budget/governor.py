@@ -110,7 +110,7 @@ class Governor:
         self._growth = Growth()
         self._sampler: PressureSampler | None = None
         self._may_rise_since_s: float | None = None
-        self._asked: Budget = None
+        self.asked: Budget = None  # last
         self._request: Request | None = None
         self._bounds: tuple[Bound, ...] = ()
         self._groups: tuple[MemoryGroup, ...] = ()
@@ -122,11 +122,6 @@ class Governor:
         self.ask(asked)
 
     @property
-    def asked(self) -> Budget:
-        """The budget asked last."""
-        return self._asked
-
-    @property
     def follows_pressure(self) -> bool:
         """True if ``"auto"`` bounds this process; memory pressure says nothing of a device."""
         is_auto = self._request is not None and self._request.is_auto
@@ -136,7 +131,7 @@ class Governor:
         """Replace the budget at once; raises UnitError, and keeps it, if it cannot be parsed."""
         request = parse_budget(budget() if callable(budget) else budget)
         with account_lock:
-            self._asked = budget
+            self.asked = budget
             return self._move(request, at_once=True)
 
     def refresh(self, *, urgent: bool = False) -> Reading:
@@ -145,10 +140,10 @@ class Governor:
         ``urgent``: a trigger reported memory pressure. Raises what that function raises, and
         UnitError if it returns no budget.
         """
-        asked = self._asked
+        asked = self.asked
         request = parse_budget(asked()) if callable(asked) else None
         with account_lock:
-            if asked is not self._asked:  # another thread has asked for another one meanwhile
+            if asked is not self.asked:  # another thread has asked for another one meanwhile
                 return self.reading
             return self._move(request if callable(asked) else self._request, urgent=urgent)
 

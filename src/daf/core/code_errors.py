@@ -11,7 +11,6 @@ from daf.core.policy import Method, Treatment
 # E[(max - min)²] of 256 independent unit Gaussians (numerical integration of the range's
 # distribution; H. L. Harter, "Order Statistics and Their Use", 1970, gives E[range] = 5.6387).
 GAUSSIAN_BLOCK_SQUARED_RANGE = 32.17
-WITHOUT_ERROR = frozenset({Method.RANGED, Method.REGISTERED})  # theirs depends on the tensor
 
 
 def minmax_error(bits: int) -> float:

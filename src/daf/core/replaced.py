@@ -19,14 +19,9 @@ class Replaced(Generic[Listener]):
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         self.original: Callable[..., Any] = getattr(owner, name)
         self._owner, self._name, self._replacement = owner, name, replacement
-        self._listeners: tuple[Listener, ...] = ()
+        self.listeners: tuple[Listener, ...] = ()  # who listens now, the last that came last
         self._is_in_place = False
         self._lock = threading.RLock()  # a collection in here may end listeners
-
-    @property
-    def listeners(self) -> tuple[Listener, ...]:
-        """Who listens now, the last that came last."""
-        return self._listeners
 
     def add(self, listener: Listener) -> None:
         """Let somebody listen, once more if they do already."""
@@ -35,14 +30,14 @@ class Replaced(Generic[Listener]):
                 self.original = getattr(self._owner, self._name)
                 setattr(self._owner, self._name, self._replacement)
                 self._is_in_place = True
-            self._listeners += (listener,)
+            self.listeners += (listener,)
 
     def remove(self, listener: Listener) -> None:
         """Let somebody listen once less; does nothing if they do not."""
         with self._lock:
-            if listener in self._listeners:
-                place = len(self._listeners) - 1 - self._listeners[::-1].index(listener)
-                self._listeners = self._listeners[:place] + self._listeners[place + 1 :]
-            if not self._listeners and getattr(self._owner, self._name) is self._replacement:
+            if listener in self.listeners:
+                place = len(self.listeners) - 1 - self.listeners[::-1].index(listener)
+                self.listeners = self.listeners[:place] + self.listeners[place + 1 :]
+            if not self.listeners and getattr(self._owner, self._name) is self._replacement:
                 setattr(self._owner, self._name, self.original)
                 self._is_in_place = False

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daf.core.json_dataclasses import to_plain
-from daf.core.notebook import Part, card, facts, memory_bar
+from daf.core.notebook import Part, card, facts, memory_bar, optional_bytes
 from daf.core.policy import KEEP, Need, Site, Treatment
 from daf.core.units import format_bytes
 
@@ -37,10 +37,8 @@ class CaptureStats:
             "plain PyTorch": format_bytes(plain),
             "times fewer bytes": f"{plain / held:.2f}" if held else None,
             "saved tensors": self.sites,
-            "evicted": format_bytes(self.evicted_bytes) if self.evicted_bytes else None,
-            "on disk, or on the host": format_bytes(self.spilled_peak_bytes)
-            if self.spilled_peak_bytes
-            else None,
+            "evicted": optional_bytes(self.evicted_bytes or None),
+            "on disk, or on the host": optional_bytes(self.spilled_peak_bytes or None),
         }
         return card("Saved for backward", memory_bar(parts), facts(known))
 

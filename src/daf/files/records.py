@@ -190,9 +190,3 @@ class GrowingFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def __enter__(self) -> GrowingFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -143,7 +143,9 @@ class _Measurement:
         elements = torch.zeros(len(parameters), dtype=torch.float64) if relative else None
         self._base = passes.sketch(batch, policy, around=observer.watching, elements=elements)
         self._reports = {
-            each.site: each for each in passes.sites() if each.treatment.method in _MEASURABLE
+            each.site: each
+            for each in passes.capture.sites()
+            if each.treatment.method in _MEASURABLE
         }
         self._weight_of = _local_weights(model, parameters, self._reports.values())
         self._micro_batch_sketches = self._sketch_micro_batches()

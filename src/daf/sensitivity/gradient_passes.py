@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from daf.capture.capture import Capture
 from daf.core.errors import NonFiniteLossError
 from daf.core.policy import Policy, Site
-from daf.core.reports import SiteReport
 from daf.sensitivity.gradient_sketch import BUCKETS, GradientSketcher
 from daf.step.batch_cut import BatchCut
 from daf.step.microbatch import LossFunction, likely_cut, read_loss
@@ -65,7 +64,3 @@ class Passes:
                     "a batch and parameters whose loss is finite"
                 )
             return self.sketcher.gradient_sketch(loss, elements)
-
-    def sites(self) -> Sequence[SiteReport]:
-        """Return the treatment of every site in the last pass."""
-        return self.capture.sites()

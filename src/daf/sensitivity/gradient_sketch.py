@@ -28,10 +28,6 @@ class GradientSketcher:
         self.parameters = tuple(parameters)
         self._buckets = buckets
 
-    def empty(self) -> Tensor:
-        """Return the sketch of zero: (parameters, buckets) float64."""
-        return torch.zeros(len(self.parameters), self._buckets, dtype=torch.float64)
-
     @torch.no_grad()
     def fold(self, index: int, gradient: Tensor) -> Tensor:
         """Return the (buckets,) float64 sketch of parameter ``index``'s gradient, by chunks."""
@@ -51,12 +47,12 @@ class GradientSketcher:
         return sums
 
     def gradient_sketch(self, loss: Tensor, elements: Tensor | None = None) -> Tensor:
-        """Return the sketch of ``loss``'s gradient; holds one parameter's gradient at a time.
+        """Return (parameters, buckets) float64; holds one parameter's gradient at a time.
 
         ``grad`` is not touched, and hooks on accumulation do not run. ``elements``: (parameters,),
         receives how many elements have a gradient; rows of a table not looked up have none.
         """
-        sketch = self.empty()
+        sketch = torch.zeros(len(self.parameters), self._buckets, dtype=torch.float64)
 
         def take(index: int, gradient: Tensor) -> Tensor:
             sketch[index] += self.fold(index, gradient)

@@ -17,25 +17,8 @@ class Schedule:
     overhead: float = OVERHEAD
     trained_ms: float = 0.0
     measured_ms: float = 0.0
-    planned_ms: float = 0.0
+    planned_ms: float = 0.0  # making plans by new numbers, and searching better ones beside steps
     plans: int = 0
-
-    def note_step(self, step_ms: float) -> None:
-        """Count a training step's time."""
-        self.trained_ms += step_ms
-
-    def note_measurement(self, measured_ms: float) -> None:
-        """Count a measurement's time."""
-        self.measured_ms += measured_ms
-
-    def note_plan(self, planned_ms: float) -> None:
-        """Count the time of making a plan by new numbers."""
-        self.planned_ms += planned_ms
-        self.plans += 1
-
-    def note_search(self, searched_ms: float) -> None:
-        """Count the time of a search for a better plan beside training."""
-        self.planned_ms += searched_ms
 
     @property
     def usual_planning_ms(self) -> float:

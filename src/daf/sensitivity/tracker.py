@@ -146,7 +146,7 @@ class SensitivityTracker:
         finally:
             self.is_measuring = False
             self._last_ms = 1000.0 * (time.perf_counter() - start_s)
-            self.schedule.note_measurement(self._last_ms)
+            self.schedule.measured_ms += self._last_ms
         if found is None or not found.sites or not found.is_finite:
             return False
         self.measurements += 1

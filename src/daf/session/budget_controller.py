@@ -92,7 +92,7 @@ class BudgetController:
             UnitError: the budget cannot be read; nothing changes.
         """
         self._governor.ask(budget)
-        self._act()
+        self.follow()
 
     def begin_step(self) -> int | None:
         """Read the limits, watch them from now on, and return the budget (bytes) in force.
@@ -103,7 +103,7 @@ class BudgetController:
         is_fresh = time.perf_counter() - self._looked_s < LOOK_S and self.is_watching
         if not is_fresh or callable(self.asked):
             self._look()
-        self._act()
+        self.follow()
         self.watch()
         return self.budget_bytes
 
@@ -119,10 +119,6 @@ class BudgetController:
                 return None
             self._keeper.bound(plan.predicted_peak_bytes, self.budget_bytes)
             return max(0, self.budget_bytes - plan.predicted_peak_bytes)
-
-    def follow(self) -> None:
-        """Apply what others' budgets leave now."""
-        self._act()
 
     @property
     def has_risen(self) -> bool:
@@ -159,11 +155,12 @@ class BudgetController:
             self._look(urgent=urgent)
         except Exception:  # a user's function may raise anything; the next step's refresh raises it
             return LOOK_FAR_S
-        self._act()
+        self.follow()
         near = self._keeper.follow_growth() or self._governor.slack_bytes() < FAR_BYTES
         return LOOK_S if near or callable(self.asked) else LOOK_FAR_S
 
-    def _act(self) -> None:
+    def follow(self) -> None:
+        """Apply at once what this budget and others' leave now."""
         (budget_bytes, reason), before = self._reading(), self.budget_bytes
         if budget_bytes == before and self.is_anothers == (reason == ANOTHERS):
             return  # who changes it acts itself
@@ -197,7 +194,7 @@ class BudgetController:
     def _tell_others(self) -> None:
         """Let what this budget leaves act at once; each one's own changes once at most."""
         for each in self._others():
-            each._act()
+            each.follow()
 
     def _others(self) -> list[BudgetController]:
         if len(_living) == 1:

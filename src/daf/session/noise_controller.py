@@ -122,7 +122,7 @@ class NoiseController:
     ) -> StepNoise:
         """Count a step's noise; measure if that is due, then plan anew if there is a budget."""
         schedule = self.tracker.schedule
-        schedule.note_step(step_ms)
+        schedule.trained_ms += step_ms
         self._count_search()
         before_ms = schedule.measured_ms
         if is_lossy(running.policy) and self.tracker.is_due(context.info.examples, step_ms):
@@ -159,14 +159,15 @@ class NoiseController:
         profiles = self.weighed(self._selector.profiles)
         noise = expected_noise(profiles.of(running), running.policy, running.micro_batch)
         self._selector.reweigh(profiles, budget_bytes)
-        self.tracker.schedule.note_plan(1000.0 * (time.perf_counter() - start_s))
+        self.tracker.schedule.planned_ms += 1000.0 * (time.perf_counter() - start_s)
+        self.tracker.schedule.plans += 1
         plan = self._selector.plan
         return plan is not None and plan.added_noise < sum(noise.values())
 
     def _count_search(self) -> None:
         """Charge searches by new sensitivities to measuring; the first plan's search is free."""
         ended_ms = self._selector.reweighed_ms
-        self.tracker.schedule.note_search(ended_ms - self._searched_ms)
+        self.tracker.schedule.planned_ms += ended_ms - self._searched_ms
         self._searched_ms = ended_ms
 
     def _record(self, index: int, *, has_widened: bool) -> None:

@@ -243,10 +243,6 @@ class PlanController(Resumable):
             self.predicted_peak_bytes = max(known, plan.predicted_peak_bytes)
         return plan
 
-    def bound(self, plan: Plan) -> int | None:
-        """Bound the memory for a step; return the budget's bytes beyond the plan's peak."""
-        return self.budget_controller.bound(plan)
-
     def tighter(self, plan: Plan) -> Plan | None:
         """Adopt and return the next tighter plan, parameters untouched; None if none is known."""
         self.budget_controller.follow()

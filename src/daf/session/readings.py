@@ -25,14 +25,9 @@ class SessionReadings:
     model: nn.Module
 
     def __init__(self, parts: SessionParts) -> None:
-        self._capture = parts.capture
-        self._keeper = parts.keeper
-        self._budget_controller = parts.budget_controller
-        self._plan_controller = parts.plan_controller
-        self._noise = parts.noise
-        self._gradient = parts.gradient
-        self._runner = parts.runner
-        self._updates = parts.updates
+        self._parts = parts
+        self._capture, self._keeper, self._budget_controller, self._plan_controller = parts[:4]
+        self._noise, self._gradient, self._runner, self._updates = parts[4:]
 
     @property
     def budget_history(self) -> list[BudgetChange]:

@@ -167,7 +167,6 @@ class Session(SessionReadings):
             scope=scope,
         )
         super().__init__(parts)
-        self._parts = parts
         self._evaluation = Evaluation(model, self._splitting, parts.keeper)
         self._is_closed = False
         parts.end_with(self)

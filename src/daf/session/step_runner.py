@@ -105,7 +105,7 @@ class StepRetries:
         chances = MOST_CHANCES
         while True:
             refusals = self.keeper.refusals()
-            self.capture.bound_spilling(self.plan_controller.bound(plan))
+            self.capture.bound_spilling(self.plan_controller.budget_controller.bound(plan))
             try:
                 found = self._attempt(context, plan, snapshot, planned=is_planned)
             except (KeyboardInterrupt, SystemExit):
@@ -190,10 +190,6 @@ class StepRetries:
         found = self.gradient.rehearse(context, plan, snapshot, state_bytes)
         self.rehearsal_ms += 1000 * (time.perf_counter() - start_s)
         return Rehearsal(plan, context.info.nbytes, found + updates_bytes)
-
-    def release_scratch(self) -> None:
-        """Free what the capture keeps for reuse between passes."""
-        self.capture.release_scratch()
 
     def _clear_away(self, snapshot: StepSnapshot) -> None:
         """Free all of a refused step: a tighter plan needs the room, and so does planning."""
@@ -305,7 +301,7 @@ class StepRunner:
         """Make room for an update, or raise before it began."""
         if self.plan_controller.budget_bytes is None:
             return
-        self.retries.release_scratch()
+        self.retries.capture.release_scratch()
         try:
             self.keeper.reserve(needed_bytes)
         except RuntimeError as error:
@@ -328,7 +324,7 @@ class StepRunner:
     def _updating(self, needed_bytes: int) -> Iterator[None]:
         plan = self.plan_controller.selector.plan
         if plan is None or plan.return_freed_blocks:
-            self.retries.release_scratch()
+            self.retries.capture.release_scratch()
         self.is_updating = True
         try:
             with self.keeper.unbounded(needed_bytes):

@@ -27,11 +27,6 @@ def batch_bytes(batch: Any) -> int:
     return sum(each.numel() * each.element_size() for each in tensors_inside(batch))
 
 
-def batch_slice(batch: Any, start: int, stop: int) -> Any:
-    """Return examples ``start`` to ``stop`` by the likeliest cut; tensors are views."""
-    return likely_cut(batch).take(batch, start, stop)
-
-
 def split_refusal(model: nn.Module) -> str:
     """Return why splitting changes the result (layers with batch statistics); else empty."""
     for name, module in model.named_modules():

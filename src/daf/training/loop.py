@@ -145,20 +145,14 @@ class _Run:
         self.memory.mark("train")
         self.job.model.train()
         self.job.session.noise.tell = self.observer.note
-        try:
-            with self._open_metrics():
-                if not self._is_resumed:
-                    self._checkpoint()
-                self._steps_and_evaluations()
-                return self._finish()
-        except NonFiniteLossError as error:
-            raise NonFiniteLossError(f"{error}; {self._keep_good_weights()}") from error
-
-    @contextmanager
-    def _open_metrics(self) -> Iterator[None]:
         self._metrics = GrowingFile(self.folder.metrics)
         try:
-            yield
+            if not self._is_resumed:
+                self._checkpoint()
+            self._steps_and_evaluations()
+            return self._finish()
+        except NonFiniteLossError as error:
+            raise NonFiniteLossError(f"{error}; {self._keep_good_weights()}") from error
         finally:
             self._metrics.close()
 

@@ -12,7 +12,7 @@ from daf.planning.noise import expected_noise
 from daf.pool.default import make_store
 from daf.session.session import Session
 from daf.step.dry_run import dry_run
-from daf.step.microbatch import batch_slice
+from daf.step.microbatch import likely_cut
 from daf.step.state_snapshot import preserved_state
 from daf.training.job import TrainingJob
 from daf.training.run_folder import RunFolder
@@ -23,6 +23,8 @@ def outline_of(job: TrainingJob, batch: Batch) -> dict[str, Any]:
     """Prepare a job on ``batch``; return its plan: account (bytes), policy, one row per site."""
     session = job.session
     plan = session.prepare(batch, job.task.loss)
+    refusal = session.fusion_refusal
+    fusion = [f"operators: PyTorch's own: {refusal}"] if refusal else []
     return {
         "budget_bytes": session.budget_bytes,
         **_facts(plan),
@@ -30,7 +32,7 @@ def outline_of(job: TrainingJob, batch: Batch) -> dict[str, Any]:
         "bound_ms": plan.bound_ms,
         "least_feasible_bytes": session.least_feasible_bytes(),
         "release_gradients": plan.release_gradients,
-        "choices": [*plan.choices, *_about_operators(session)],
+        "choices": [*plan.choices, *fusion],
         "left_alone": _left_alone(session),
         "noise": _noise_of(session, plan),
         "process_settings": list(session.settings),
@@ -100,7 +102,7 @@ def _noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
 
 def _sites_of(job: TrainingJob, plan: Plan, batch: Batch) -> list[dict[str, str | int]]:
     """Return one row per saved tensor (bytes), from a forward pass over one micro-batch."""
-    part = batch_slice(batch, 0, plan.micro_batch)
+    part = likely_cut(batch).take(batch, 0, plan.micro_batch)
     host = host_options(job.model, job.settings.host_bytes)
     capture = Capture(job.model, make_store(job.settings.pool_bytes), host=host)
     with preserved_state(job.model, job.task.loss, gradients=True):
@@ -109,8 +111,3 @@ def _sites_of(job: TrainingJob, plan: Plan, batch: Batch) -> list[dict[str, str 
         with capture.step(plan.policy, seed=0, step_index=0, batch=part):
             job.task.loss(job.model, part)
         return [report.as_dict() for report in capture.sites()]
-
-
-def _about_operators(session: Session) -> list[str]:
-    refusal = session.fusion_refusal
-    return [f"operators: PyTorch's own: {refusal}"] if refusal else []

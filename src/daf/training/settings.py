@@ -19,10 +19,8 @@ from daf.training.task import Goal
 OPTIMIZERS = ("sgd", "adamw")
 MEMORY_FORMATS = ("channels_last", "contiguous")
 NO_BUDGET = "none"
-Split = bool | Literal["auto"]
-Operators = Literal["auto", "pytorch"]
-_SPLITS: dict[str, Split] = {"auto": "auto", "always": True, "never": False}
-_OPERATORS: dict[str, Operators] = {"auto": "auto", "pytorch": "pytorch"}
+_SPLITS = {"auto": "auto", "always": True, "never": False}
+_OPERATORS = {"auto": "auto", "pytorch": "pytorch"}
 
 
 def read_budget(text: str) -> int | float | str | None:
@@ -43,14 +41,9 @@ def read_bits(text: str) -> int | str:
     return int(text)
 
 
-def read_split(text: str) -> Split:
-    """Parse ``--split``: auto, always or never; raises UnknownNameError for others."""
-    return _SPLITS[checked_choice("--split", text, tuple(_SPLITS))]
-
-
-def read_operators(text: str) -> Operators:
-    """Parse ``--operators``: auto or pytorch; raises UnknownNameError for others."""
-    return _OPERATORS[checked_choice("--operators", text, tuple(_OPERATORS))]
+def _one_of(option: str, known: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Return what parses an option of so many values; it raises UnknownNameError for others."""
+    return lambda text: known[checked_choice(option, text, tuple(known))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +160,13 @@ class TrainSettings:
         "auto",
         "Cut a batch into parts where a few examples prove them to add up to it (auto); always: "
         "they do, by your word; or never.",
-        parse=read_split,
+        parse=_one_of("--split", _SPLITS),
     )
     operators: Literal["auto", "pytorch"] = _shared(
         "auto",
         f"{' or '.join(_OPERATORS)}: fuse operators where that pays and was proven, or run "
         "PyTorch's own.",
-        parse=read_operators,
+        parse=_one_of("--operators", _OPERATORS),
     )
     goal: Goal | None = _shared(  # noqa: RUF009 - an enumeration is immutable
         None, "What to train for, where the model does not say it."

@@ -54,7 +54,7 @@ class ForwardRunner(SessionReadings):
         self, model: nn.Module, budget: Budget, tolerance: float | None, seed: int
     ) -> None:
         memory = asked_memory(model, budget)
-        self._parts = make_parts(
+        parts = make_parts(
             model,
             optimizer_of(model),
             budget,
@@ -64,7 +64,7 @@ class ForwardRunner(SessionReadings):
             sensitivity=False,
             can_run_again=False,
         )
-        super().__init__(self._parts)
+        super().__init__(parts)
         self.model = model
         self._plan_controller.margin_bytes = lambda profile: (
             MARGIN_BYTES + trained_beside_bytes(model, profile)
@@ -87,7 +87,7 @@ class ForwardRunner(SessionReadings):
         self._listener = refused
         backward_errors.add(refused)
         weakref.finalize(self, backward_errors.remove, refused).atexit = False
-        self._parts.end_with(self)
+        parts.end_with(self)
         memory.reset_peak()
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class ForwardRunner(SessionReadings):
                 plan = None
             self._updates.watch()
             if plan is not None:
-                controller.bound(plan)
+                self._budget_controller.bound(plan)
                 if is_new:
                     counters.begin_peak()
             elif (budget_bytes := self._budget_controller.begin_step()) is not None:
