@@ -9,10 +9,9 @@ import pytest
 import torch
 from made_up import MB, Tree
 
-from daf.budget import children as children_module
-from daf.budget.children import children_bytes
+from daf.budget import system
 from daf.budget.governor import RISE_AFTER_S, Governor
-from daf.budget.system import THIS_SYSTEM
+from daf.budget.system import THIS_SYSTEM, children_bytes
 
 
 def rollup(private_mb: int, shared_mb: int = 0, swapped_mb: int = 0) -> str:
@@ -51,7 +50,7 @@ def test_a_child_s_own_pages_count_and_shared_ones_do_not(
     has_rollup: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_rollup:
-        monkeypatch.setattr(children_module, "kibibytes", None)
+        monkeypatch.setattr(system, "kibibytes", None)
         monkeypatch.setattr(type(THIS_SYSTEM), "read", lambda *_: None)
     before, shared = children_bytes(THIS_SYSTEM), torch.ones(80 * MB, dtype=torch.uint8)
     pid = os.fork()

@@ -16,15 +16,19 @@ from hypothesis import strategies as st
 from made_up import MB, Tree
 
 from daf.budget.governor import (
+    AHEAD_READINGS,
+    AHEAD_S,
     AUTO_RESERVE_BYTES,
+    MOST_AHEAD_S,
+    MOST_BYTES,
     RESERVE_BYTES,
     RISE_AFTER_S,
     Governor,
+    Growth,
     goal_of,
     reserve_bytes,
     step_bytes,
 )
-from daf.budget.growth import AHEAD_READINGS, AHEAD_S, MOST_AHEAD_S, MOST_BYTES, Growth
 from daf.budget.limits import Bound
 from daf.budget.request import Request, parse_budget
 from daf.core.errors import UnitError

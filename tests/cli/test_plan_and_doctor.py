@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from daf.cli.display import LiveDisplay
+from daf.cli.doctor import survey
 from daf.core.step_report import StepReport
-from daf.report.machine import survey
 from daf.training.callbacks import StepRecord
 
 Daf = Callable[..., Any]

@@ -10,7 +10,7 @@ from synthetic import large
 from daf.core.profile import Profile
 from daf.planning.options import Allowed
 from daf.planning.table import lawful, level_selection, make_table
-from daf.profiling.calibration import HIGHEST, LOWEST, calibrated
+from daf.profiling.device_speeds import HIGHEST, LOWEST, calibrated
 
 MEASURED = large(40)
 EXAMPLES = MEASURED.micro_batch_ms[-1][0]

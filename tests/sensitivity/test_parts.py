@@ -12,10 +12,10 @@ from torch import nn
 from daf.core.code_errors import GAUSSIAN_BLOCK_SQUARED_RANGE, minmax_error, relative_error
 from daf.core.code_tables import rotated_error
 from daf.core.policy import Method, Site, Treatment
-from daf.sensitivity.gradient_sketch import GradientSketcher, sample_variance
+from daf.sensitivity.gradient_passes import GradientSketcher, sample_variance
 from daf.sensitivity.prior import energy_beside_means
-from daf.sensitivity.schedule import Schedule
 from daf.sensitivity.site_groups import alike_groups
+from daf.sensitivity.tracker import Schedule
 
 
 def test_sketched_distances_are_right() -> None:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from daf.capture.capture import Capture
 from daf.core.policy import KEEP, Policy, Site, coded_policy, exact_policy
 from daf.profiling.optimizer_probe import divides_by_gradients
-from daf.sensitivity.estimate import Effort, measure_sensitivity
+from daf.sensitivity.estimate import Effort, measure_sensitivity, relative_counts
 from daf.sensitivity.result import Sensitivity
-from daf.sensitivity.step_metric import relative_counts
 
 pytestmark = pytest.mark.usefixtures("code_everything")
 POLICY = coded_policy(2)

@@ -21,8 +21,7 @@ from torch import nn
 
 from daf.core.errors import RunFolderError
 from daf.files.atomic import replacing
-from daf.files.checkpoint import read_checkpoint, write_checkpoint
-from daf.files.plain_state import from_plain, to_plain
+from daf.files.checkpoint import from_plain, read_checkpoint, to_plain, write_checkpoint
 from daf.files.records import GrowingFile, read_lines, write_json
 from daf.files.tensor_file import read_tensors, write_tensors
 from daf.training.run_folder import RunFolder

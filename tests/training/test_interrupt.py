@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from daf.training.interrupt import InterruptWatch
+from daf.training.loop import InterruptWatch
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -10,8 +10,7 @@ from torch import nn
 
 from daf.capture.capture import Capture
 from daf.core.policy import Policy, plain_policy
-from daf.sensitivity.gradient_passes import Passes
-from daf.sensitivity.gradient_sketch import BUCKETS
+from daf.sensitivity.gradient_passes import BUCKETS, Passes
 from daf.step.microbatch import LossFunction
 from daf.step.state_snapshot import preserved_state
 

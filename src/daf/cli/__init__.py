@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from daf.cli.group import DafGroup
+from daf.cli.commands import DafGroup
 
 # Plain help: importing rich for it takes longer than the rest of `daf --help`.
 app = typer.Typer(

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from daf.cli import options
+from daf.cli.commands import EXIT_INTERRUPTED
 from daf.cli.display import make_display, show_summary
-from daf.cli.group import EXIT_INTERRUPTED
 from daf.report.picture import draw_memory_elsewhere
 from daf.training.data import DATA
 from daf.training.loop import train

@@ -1,4 +1,4 @@
-"""Frozen dataclasses to JSON and back by type hints; mappings become lists of pairs."""
+"""Dataclasses to JSON and back by type hints, mappings as lists of pairs; what a run resumes by."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Value = TypeVar("Value")
 
@@ -47,3 +47,19 @@ def _read(hint: Any, plain: Any) -> Any:
         pairs = ((_read(inner[0], key), _read(inner[1], value)) for key, value in plain)
         return MappingProxyType(dict(pairs))
     return hint(plain)
+
+
+class Resumable:
+    """A part with attributes that a resumed run needs: ``KEPT``, name to type (or None)."""
+
+    KEPT: ClassVar[Mapping[str, Any]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs (JSON-able)."""
+        return {name: to_plain(getattr(self, name)) for name in self.KEPT}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``; other keys are ignored."""
+        for name, kind in self.KEPT.items():
+            found = state[name]
+            setattr(self, name, None if found is None else from_plain(kind, found))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from daf.core.errors import RunFolderError
 from daf.files.atomic import PRIVATE, replacing
-from daf.files.plain_state import from_plain, to_plain
 from daf.files.tensor_file import read_tensors, write_tensors
 
 FORMAT = "daf-checkpoint-3"
@@ -117,3 +117,50 @@ def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if states.get("cuda"):
         torch.cuda.set_rng_state_all(states["cuda"])
+
+
+_PREFIX = "state/"
+
+
+def to_plain(value: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Split into JSON's types and the tensors they name, without pickle's code.
+
+    Dicts with simple keys, lists, tuples, numbers (floats exactly), texts, None and tensors
+    survive; raises RunFolderError for others.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def convert(item: Any) -> Any:
+        if item is None or type(item) in (bool, int, float, str):
+            return item
+        if isinstance(item, Tensor):
+            name = f"{_PREFIX}{len(tensors)}"
+            tensors[name] = item
+            return {"tensor": name}
+        if type(item) in (list, tuple):
+            return {type(item).__name__: [convert(each) for each in item]}
+        if isinstance(item, dict):
+            return {"dict": [[convert(key), convert(each)] for key, each in item.items()]}
+        raise RunFolderError(f"a checkpoint cannot hold a {type(item).__name__}: {item!r:.80}")
+
+    return convert(value), tensors
+
+
+def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Restore what ``to_plain`` split, tensors copied; raises RunFolderError if it is damaged."""
+
+    def restore(item: Any) -> Any:
+        if not isinstance(item, dict):
+            return item
+        ((kind, content),) = item.items()
+        if kind == "tensor":
+            return torch.clone(tensors[content])
+        if kind == "dict":
+            return {restore(key): restore(each) for key, each in content}
+        items = [restore(each) for each in content]
+        return tuple(items) if kind == "tuple" else items
+
+    try:
+        return restore(plain)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunFolderError(f"a checkpoint's state is damaged: {error!r}") from error

@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from daf.codecs.coder import Coder
 from daf.core.policy import Method, Treatment
-from daf.core.profile import DeviceSpeeds
+from daf.core.profile import DeviceSpeeds, Profile
 from daf.kernels import Codec
 from daf.kernels.devices import can_code_on
 from daf.kernels.normalisation import ElementCode
 from daf.memory.process_memory import CPU
 from daf.offload.spill import SpillOptions
+from daf.planning.options import Allowed
+from daf.planning.table import lawful, level_selection, make_table
 from daf.pool.store import PlainStore
 from daf.saved_tensors.observation import MethodTime, Observation
 
@@ -158,3 +161,32 @@ def _disk(directory: str | Path | None) -> tuple[float, float]:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return written, DISK_PROBE_BYTES / _seconds(read)
+
+
+# A factor outside this range is a disturbed measurement.
+LOWEST, HIGHEST = 0.25, 3.0
+
+
+def calibrated(profile: Profile, examples: int, coded_ms: float) -> Profile:
+    """Return the profile with code speeds corrected by one small step.
+
+    Speeds measured tensor by tensor miss a real step's operators and cache contents.
+
+    ``coded_ms``: forward and backward of ``examples`` with one bit at every site.
+    """
+    table = make_table(profile, examples, Allowed(replay=False))
+    modelled_ms = table.cost_of(lawful(table, level_selection(table, "1")))
+    added_ms = coded_ms - profile.forward_backward_ms(examples)
+    if modelled_ms <= 0:
+        return profile
+    factor = min(HIGHEST, max(LOWEST, added_ms / modelled_ms))
+    speeds = replace(
+        profile.speeds,
+        encode=_slower(profile.speeds.encode, factor),
+        decode=_slower(profile.speeds.decode, factor),
+    )
+    return replace(profile, speeds=speeds)
+
+
+def _slower(speeds: Mapping[Method, float], factor: float) -> dict[Method, float]:
+    return {method: speed / factor for method, speed in speeds.items()}

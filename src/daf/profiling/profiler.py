@@ -29,8 +29,7 @@ from daf.offload.spill import SpillOptions
 from daf.operators.chunked.weight_gradient import chunk_bytes_on
 from daf.planning import planner
 from daf.planning.candidate import MARGIN_BYTES
-from daf.profiling.calibration import calibrated
-from daf.profiling.device_speeds import device_speeds
+from daf.profiling.device_speeds import calibrated, device_speeds
 from daf.profiling.growth import PeakGrowth
 from daf.profiling.model_memory import (
     gradient_bytes,

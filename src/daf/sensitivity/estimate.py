@@ -35,12 +35,10 @@ from daf.core.policy import (
     with_chunked_operators,
 )
 from daf.core.reports import SiteReport
-from daf.sensitivity.gradient_passes import Passes
-from daf.sensitivity.gradient_sketch import BUCKETS, sample_variance
+from daf.sensitivity.gradient_passes import BUCKETS, Passes, sample_variance
 from daf.sensitivity.prior import PriorObserver, product_weight
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
 from daf.sensitivity.site_groups import alike_groups
-from daf.sensitivity.step_metric import relative_counts
 from daf.step.batch_cut import BatchCut
 from daf.step.microbatch import LossFunction, likely_cut, split_refusal
 from daf.step.state_snapshot import preserved_state
@@ -99,7 +97,7 @@ def measure_sensitivity(
             False measures the policy as it runs, where one code may serve several sites and is
             charged for all of them.
         capture: to run under; None: a new one.
-        relative: count errors beside each parameter's own gradient (``step_metric``), as in steps
+        relative: count errors beside each parameter's own gradient, as in steps
             of an optimizer that ``divides_by_gradients``.
         cut: how the batch is cut into micro-batches; None: the likeliest way.
     """
@@ -365,3 +363,29 @@ def _priors(
         value = known.get(site, typical)
         found[site] = SiteSensitivity(value, value * deviation, value)
     return found
+
+
+# A gradient that is 0 in truth (a key's bias, to which attention is indifferent) holds only
+# rounding: elements' squares this far below the usual do not count. In coarser dtypes, with more
+# rounding, codes' errors count as at most so many times the gradient.
+_ROUNDING = 1e-10
+_MOST_TIMES = 16.0
+
+
+# Errors count by the gradient's own length, along which SGD steps, or in an optimizer's step.
+# Adam and its kin divide every element by the root of its usual square (Kingma and Ba, ICLR 2015,
+# algorithm 1), so an error counts for much only in a parameter of small gradients. Under LoRA,
+# codes that add little to the whole gradient may add much to the queries', which is small beside
+# the pooler's. There errors count by the mean square of a parameter's elements that have a
+# gradient: summed over parameters, elements x error / energy of the gradient.
+def relative_counts(elements: Tensor, own: Tensor, noise: Tensor, coded: Tensor) -> Tensor:
+    """Return (parameters,) float64: what a squared error of each gradient counts in a step.
+
+    ``elements``: how many have a gradient. ``own``: energy of the batch's gradient without codes;
+    ``coded``: with codes. ``noise``: what of ``own`` differs from batch to batch; the larger of
+    both counts. 0 where the gradient is nothing but rounding.
+    """
+    own = torch.maximum(own, noise)
+    energy = torch.maximum(own, coded / _MOST_TIMES)
+    is_heard = own * elements.sum() > _ROUNDING * own.sum() * elements
+    return torch.where(is_heard, elements / energy, torch.zeros_like(energy))

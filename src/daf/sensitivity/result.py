@@ -42,7 +42,7 @@ class Sensitivity:
     passes: float  # forward and backward passes spent
     batch_variance: float | None = None
     batch_variance_error: float = 0.0  # its standard error
-    relative: bool = False  # errors count beside each parameter's own gradient (``step_metric``)
+    relative: bool = False  # errors count beside each parameter's own gradient
 
     def weights(self) -> dict[Site, float]:
         """Return planning weights, 1 on average; a site without one counts 1."""

@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -29,9 +29,35 @@ from daf.profiling.optimizer_probe import divides_by_gradients
 from daf.recompute.python_state import Surroundings
 from daf.sensitivity.estimate import Effort, measure_sensitivity
 from daf.sensitivity.result import Sensitivity
-from daf.sensitivity.schedule import Schedule
 from daf.step.context import StepContext
 from daf.step.state_snapshot import StepSnapshot
+
+OVERHEAD = 0.02
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Keeps measuring, and planning by its results, within ``overhead`` of the training time (ms).
+
+    The first measurement must be earned too; until then the prior, which costs one pass, has to do.
+    """
+
+    overhead: float = OVERHEAD
+    trained_ms: float = 0.0
+    measured_ms: float = 0.0
+    planned_ms: float = 0.0  # making plans by new numbers, and searching better ones beside steps
+    plans: int = 0
+
+    @property
+    def usual_planning_ms(self) -> float:
+        """Mean time of a new plan so far, its search included; 0 before the first."""
+        return self.planned_ms / max(1, self.plans)
+
+    def allows(self, expected_ms: float) -> bool:
+        """True if a measurement that will take ``expected_ms`` may begin now."""
+        spent_ms = self.measured_ms + self.planned_ms
+        return spent_ms + expected_ms <= self.overhead * self.trained_ms
+
 
 MEASURED_BITS = 2  # of the codes measured: coarse enough for their noise to stand out
 MEASURED_UNDER = coded_policy(MEASURED_BITS, score_bits=LEAST_SCORE_BITS)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from daf.capture.capture import Capture
+from daf.core.json_dataclasses import Resumable
 from daf.core.plan import Plan
-from daf.core.resumable import Resumable
 from daf.core.step_report import StepReport
 from daf.memory.domain import MemoryDomain
 from daf.session.plan_autotuner import PlanAutotuner

@@ -9,7 +9,7 @@ from enum import StrEnum
 from statistics import median
 from typing import Any, ClassVar
 
-from daf.core.resumable import Resumable
+from daf.core.json_dataclasses import Resumable
 
 _SCALE_OF_DEVIATION = 1.4826  # median absolute deviation to standard deviation, Gaussian
 

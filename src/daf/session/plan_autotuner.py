@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
+from daf.core.json_dataclasses import Resumable
 from daf.core.plan import Plan
-from daf.core.resumable import Resumable
 from daf.planning.bit_widths import is_lossy
 
 # A plan's first step finds the allocator's blocks as the plan before left them: not counted.

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 from daf.core.errors import BudgetError, OtherPathError
+from daf.core.json_dataclasses import Resumable
 from daf.core.notebook import progress_shown
 from daf.core.plan import Plan
 from daf.core.policy import Policy
 from daf.core.profile import Profile, Profiles
-from daf.core.resumable import Resumable
 from daf.memory.keeper import Keeper
 from daf.planning import planner
 from daf.planning.options import Allowed

@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 from daf.core.errors import BudgetError
+from daf.core.json_dataclasses import Resumable
 from daf.core.plan import Plan
 from daf.core.policy import Policy
 from daf.core.profile import Profile, Profiles
 from daf.core.reports import LeverRefusal
-from daf.core.resumable import Resumable
 from daf.planning import planner
 from daf.planning.background_search import BackgroundPlan
 from daf.planning.bit_widths import wider_level

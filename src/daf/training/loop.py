@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,7 +25,6 @@ from daf.memory.allocation_log import recorded
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.training.callbacks import Observer, StepRecord
 from daf.training.checkpoint_clock import CheckpointClock
-from daf.training.interrupt import InterruptWatch
 from daf.training.job import TrainingJob, checked_device, make_job
 from daf.training.memory_log import MemoryLog
 from daf.training.plan_outline import write_plan_records
@@ -369,3 +371,28 @@ class _Run:
 
 def _is_finite(model: nn.Module) -> bool:
     return all_finite(model.state_dict().values())
+
+
+class InterruptWatch:
+    """A main-thread context: a first SIGINT or SIGTERM sets ``requested``, a second interrupts."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> InterruptWatch:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.requested:
+            raise KeyboardInterrupt(signal.Signals(number).name)
+        self.requested = True

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from daf.budget.request import Budget
 from daf.capture.compiled_calls import apart
@@ -28,7 +28,6 @@ from daf.memory.owners import owners
 from daf.profiling.model_memory import bytes_of_first_update, gradient_bytes, parameter_bytes
 from daf.session.arguments import asked_memory
 from daf.session.factory import make_parts
-from daf.session.forward.stand_in_loss import stand_in_loss, without_graph
 from daf.session.readings import SessionReadings
 from daf.step.context import BatchInfo, StepContext
 from daf.step.splitting import Splitting
@@ -36,7 +35,7 @@ from daf.torch_compat.autograd_graph import backward_errors
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.function_modes import modes_restored
 from daf.torch_compat.out_of_memory import out_of_memory
-from daf.torch_compat.pytree import tensors_in_batch
+from daf.torch_compat.pytree import map_nest, tensors_in_batch, tensors_inside
 
 # Updates after which the tightest plan's peak is known, of every part of a loop that trains
 # several models in turn; or calls, where updates are not seen.
@@ -244,3 +243,43 @@ def _living_optimizers(model: nn.Module) -> dict[torch.optim.Optimizer, int]:
 
 def _living(kind: type[Living]) -> list[Living]:
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+class _Mean(torch.autograd.Function):
+    """A mean that holds what a cross-entropy does: its input once more, and two gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        ctx.held = output.detach().clone()
+        return output.float().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        held = torch.zeros_like(ctx.held)
+        return held.add(gradients[0] / max(1, held.numel()))
+
+
+def stand_in_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the mean of all outputs that have gradients: the user's own loss is not seen.
+
+    ``batch``: the call's arguments and keywords.
+    """
+    arguments, keywords = batch
+    outputs = tensors_inside(model(*arguments, **keywords))
+    trained = [each for each in outputs if each.requires_grad and each.is_floating_point()]
+    means: list[Tensor] = [
+        each if each.dim() == 0 else _Mean.apply(each)  # type: ignore[no-untyped-call]
+        for each in trained
+    ]
+    return torch.stack([each.float() for each in means]).sum()
+
+
+def without_graph(batch: Any) -> Any:
+    """Return a nest whose tensors have no graph: what made them is not this model's."""
+
+    def bare(tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is None:
+            return tensor
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    return map_nest(Tensor, bare, batch)
