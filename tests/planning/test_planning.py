@@ -19,10 +19,10 @@ from daf.core.policy import KEEP, Method, Need, Reading
 from daf.core.profile import Affine, Profile
 from daf.planning import planner, policies
 from daf.planning.candidate import Candidate, noise_price_ms, with_margin, without_margin
-from daf.planning.eviction import evicted
 from daf.planning.mip import RELATIVE_GAP, Program
 from daf.planning.options import Allowed
 from daf.planning.planner import RIVAL_MS, RIVAL_SIZE, rival_of
+from daf.planning.policies import evicted
 from daf.planning.search import Problem, Shape
 from daf.planning.table import Table, kept_selection, make_table
 

@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def title(summary: dict[str, Any], budgets: Any = ()) -> str:
-    return Run("run", summary, Memory([0.0], [1.0], [], budgets), [], None, []).title
+    return Run("run", summary, Memory([(0.0, 1.0)], [], budgets), [], None, []).title
 
 
 def test_the_title_says_how_the_budget_was_kept() -> None:
@@ -99,7 +99,7 @@ def test_labels_never_overlap_and_move_only_where_they_must() -> None:
 
 def test_samples_and_marks_come_in_order(run: Path) -> None:
     memory = read_run(run).memory
-    assert memory.megabytes[10] == 350
+    assert memory.points[10][1] == 350
     assert [label for _, label in memory.marks] == ["profile", "train", "evaluate"]
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from daf.sensitivity.noise_record import NoiseRecord, Response
+from daf.session.noise_controller import NoiseRecord, Response
 
 
 def test_a_record_is_a_line_of_json() -> None:

@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daf.session.divergence import Action, DivergenceWatch
+from daf.session.rollback import Action, DivergenceWatch
 
 
 def small_watch() -> DivergenceWatch:

@@ -20,7 +20,7 @@ from daf.core.errors import DivergedError, NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Method, Need
 from daf.memory import process_memory
-from daf.session.divergence import DivergenceWatch
+from daf.session.rollback import DivergenceWatch
 from daf.session.session import Session
 
 Batch = tuple[Tensor, Tensor]

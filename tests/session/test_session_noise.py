@@ -30,8 +30,8 @@ from daf.memory.statistics import stats
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
 from daf.sensitivity import tracker as sensitivity_tracker
-from daf.sensitivity.noise_record import Response
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
+from daf.session.noise_controller import Response
 from daf.session.session import Session
 
 Batch = tuple[Tensor, Tensor]
@@ -329,8 +329,8 @@ def test_planning_by_new_numbers_is_part_of_their_price() -> None:
         assert schedule.planned_ms == foreground_ms + session._plan_controller.selector.reweighed_ms
         assert schedule.plans == 1
         spent_ms = schedule.measured_ms + schedule.planned_ms
-        assert sensed._last_ms is not None
-        next_ms = sensed._last_ms + schedule.planned_ms
+        assert sensed.last_ms is not None
+        next_ms = sensed.last_ms + schedule.planned_ms
         schedule.trained_ms = (spent_ms + next_ms) / 0.02 - 1.0
         assert not sensed.is_due(len(batch[1]), 1.0)
         schedule.trained_ms += 2.0

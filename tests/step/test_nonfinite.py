@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from daf.step.nonfinite import first_nonfinite, is_finite
+from daf.step.gradient import first_nonfinite, is_finite
 
 
 class Logarithm(nn.Module):

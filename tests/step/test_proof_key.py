@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from daf import Session
 from daf.memory import process_memory
 from daf.profiling.split_proof import SplitProof
-from daf.step.proof_key import proof_key
+from daf.step.splitting import proof_key
 
 
 class Branching(nn.Module):

@@ -21,7 +21,7 @@ import torch
 
 from daf.core.errors import DataError, RunFolderError
 from daf.planning.planner import DEFAULT_TOLERANCE
-from daf.session.divergence import Action, DivergenceWatch
+from daf.session.rollback import Action, DivergenceWatch
 from daf_bench.accuracy.gradient_bias import BiasTask
 from daf_bench.accuracy.personalisation import BudgetTask
 from daf_bench.accuracy.policies import APART, FUSED

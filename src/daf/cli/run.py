@@ -15,7 +15,7 @@ import typer
 from daf.core.errors import DataError
 from daf.core.units import format_bytes
 from daf.memory.allocation_log import Tracking, track
-from daf.session.forward.script import ScriptModels
+from daf.session.forward.compress import ScriptModels
 
 
 def run_command(

@@ -21,22 +21,35 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from daf.core.errors import UnknownNameError
 from daf.core.policy import Method
 from daf.core.profile import Profile
 from daf.planning.candidate import Candidate, noise_price_ms
-from daf.planning.eviction import evicted
 from daf.planning.mip import Program
 from daf.planning.options import WIDTHS, Allowed
 from daf.planning.replays import Replay
 from daf.planning.search import Problem, Search, Shape, micro_batch_sizes, shapes
-from daf.planning.table import Selection, Table, kept_selection, lawful, level_selection
+from daf.planning.table import (
+    Floats,
+    Indices,
+    Selection,
+    Table,
+    kept_selection,
+    lawful,
+    level_selection,
+    unmet,
+    worst_moments,
+)
 
 KNEE_FRACTION = 0.95  # of the best measured examples per second: the least at the knee
 _SMALLEST_SIZES = 8  # a larger one can hold less, if tensors become large enough to be treated
 REDUCED_OPERATORS = 5  # SAGE's fixed threshold
 _NOISE_FIRST = 1e6  # at this factor on its price, noise outweighs all coding time
 _NOISE_GAP = 1e-3  # sensitivities are known more precisely than times
+_MOST_ROUNDS = 120
+_MOST_LOOSENINGS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +270,72 @@ def _at_level(level: str) -> Strategy:
             yield Candidate(table, lawful(table, level_selection(table, level)))
 
     return first_that_fits(candidates, is_level=True)
+
+
+def evicted(table: Table, limit_bytes: int) -> Selection | None:
+    """Return a selection within the limit by SAGE's order, least time per byte freed first.
+
+    It starts from everything kept; None: not found.
+    """
+    holder = np.array(kept_selection(table), dtype=np.intp)  # (families,) the column of each
+    for _ in range(_MOST_ROUNDS):
+        usage = table.usage_of(_selection(holder))
+        worst = worst_moments(usage, limit_bytes, 1)
+        if not worst:
+            _loosen(table, holder, limit_bytes)
+            return _selection(holder)
+        if not _tighten(table, holder, table.row(worst[0]), float(usage[worst[0]]) - limit_bytes):
+            return None
+    return None
+
+
+def _selection(holder: Indices) -> Selection:
+    return tuple(sorted({int(column) for column in holder}))
+
+
+def _tighten(table: Table, holder: Indices, row: Floats, excess: float) -> bool:
+    """Evict bytes of one moment (``row``) until the excess is gone; False if nothing frees any."""
+    moved: set[int] = set()
+    for _, freed, column in sorted(_evictions(table, holder, row)):
+        if excess <= 0:
+            break
+        families = table.families_of(column)
+        needs = column in table.needs
+        possible = not (needs and column in unmet(table, {*_selection(holder), column}))
+        if possible and moved.isdisjoint(families):
+            holder[list(families)] = column
+            moved |= families
+            excess -= freed
+    for column in lawful(table, _selection(holder)):
+        holder[list(table.families_of(column))] = column
+    return bool(moved)
+
+
+def _evictions(table: Table, holder: Indices, row: Floats) -> list[tuple[float, float, int]]:
+    """Return (milliseconds per byte, bytes freed, column) of every change that frees bytes."""
+    found = []
+    for column in range(table.columns):
+        families = table.families_of(column)
+        now = {int(holder[family]) for family in families}
+        freed = sum(float(row[each]) for each in now) - float(row[column])
+        if freed > 0 and all(table.families_of(each) <= families for each in now):
+            cost = float(table.cost_ms[column]) - sum(float(table.cost_ms[each]) for each in now)
+            found.append((cost / freed, freed, column))
+    return found
+
+
+def _loosen(table: Table, holder: Indices, limit_bytes: int) -> None:
+    count = int(table.first[-1])
+    now = holder[table.family_of]
+    gain = np.where(now < count, table.cost_ms[now] - table.cost_ms[:count], 0.0)
+    order = np.argsort(-gain, kind="stable")
+    for column in order[gain[order] > 0][:_MOST_LOOSENINGS]:
+        family, before = table.family_of[column], holder[table.family_of[column]]
+        if table.cost_ms[column] < table.cost_ms[before]:
+            holder[family] = column
+            selection = _selection(holder)
+            if table.peak_bytes(selection) > limit_bytes or unmet(table, set(selection)):
+                holder[family] = before
 
 
 _strategies |= {

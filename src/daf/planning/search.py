@@ -53,15 +53,6 @@ def shapes(profile: Profile, allowed: Allowed) -> Iterator[Shape]:
             yield Shape(size, release_gradients=True)
 
 
-@dataclass(order=True, slots=True)
-class _Open:
-    """A shape that may hold the best candidate, and a lower bound of its objective."""
-
-    lower_ms: float
-    order: int
-    is_relaxed: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
     """What a candidate is sought for."""
@@ -91,23 +82,23 @@ class Search:
 
     def run(self) -> Candidate | None:
         """Return the best candidate with a lower bound of all; None: nothing fits."""
+        # Of each shape a lower bound of its objective, its number, and whether it was relaxed.
         heap = [
-            _Open(self._profile.step_ms(shape.micro_batch), order)
-            for order, shape in enumerate(self._shapes)
+            (self._profile.step_ms(shape.micro_batch), number, False)
+            for number, shape in enumerate(self._shapes)
         ]
         heapq.heapify(heap)
         settled_ms = math.inf  # the least bound of solved shapes
-        while heap and not self._is_over(heap[0].lower_ms):
-            now = heapq.heappop(heap)
-            lower_ms = self._look_at(self._shapes[now.order], is_relaxed=now.is_relaxed)
-            lower_ms = max(lower_ms, now.lower_ms)
-            if now.is_relaxed:
+        while heap and not self._is_over(heap[0][0]):
+            before_ms, number, is_relaxed = heapq.heappop(heap)
+            lower_ms = max(before_ms, self._look_at(self._shapes[number], is_relaxed=is_relaxed))
+            if is_relaxed:
                 settled_ms = min(settled_ms, lower_ms)
             elif lower_ms < math.inf:
-                heapq.heappush(heap, _Open(lower_ms, now.order, is_relaxed=True))
+                heapq.heappush(heap, (lower_ms, number, True))
         if self._best is None:
             return None
-        lowest_ms = min([settled_ms, *(each.lower_ms for each in heap)])
+        lowest_ms = min([settled_ms, *(open_ms for open_ms, _, _ in heap)])
         return replace(self._best, bound_ms=min(lowest_ms, self._best.step_ms))
 
     def _is_over(self, lower_ms: float) -> bool:

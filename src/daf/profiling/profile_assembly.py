@@ -7,32 +7,28 @@ line in the batch. Where they differ (data-dependent control flow), the larger o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from daf.core.policy import KEEP, SMALL_BYTES, Method, Need, Reading
 from daf.core.profile import Affine, CallProfile, Saving, Timeline, decoded_bytes
 from daf.saved_tensors.observation import Observation, ObservedTensor
 
 _NOT_CODED = (Need.EXACT, Need.INPUT)
+# Of a saved tensor: what is known as it was observed, in merged moments, and by examples.
+_SAME = ("site", "need", "storage", "content", "call", "parents", "reading", "teller")
+_MOMENTS = ("saved", "dies", "read", "released")
+_SIZES = ("storage_bytes", "elements", "tensor_bytes", "beside_bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatchParts:
-    """The parts of a Profile that observed steps give."""
-
-    savings: tuple[Saving, ...]
-    calls: tuple[CallProfile, ...]
-    timeline: Timeline
-
-
-def build(observations: Sequence[Observation]) -> MicroBatchParts:
-    """Return the parts of a Profile from steps of growing size under one policy of codes."""
+def build(
+    observations: Sequence[Observation],
+) -> tuple[tuple[Saving, ...], tuple[CallProfile, ...], Timeline]:
+    """Return those parts of a Profile from steps of growing size under one policy of codes."""
     alike = [each for each in observations if _shape(each) == _shape(observations[-1])]
     moments = _Moments(alike[-1])
-    return MicroBatchParts(
-        _savings(alike, moments), _calls(alike, moments), _timeline(alike, moments)
-    )
+    return _savings(alike, moments), _calls(alike, moments), _timeline(alike, moments)
 
 
 def _shape(observation: Observation) -> tuple[object, ...]:
@@ -90,25 +86,12 @@ def _saving(points: list[tuple[int, ObservedTensor]], moments: _Moments) -> Savi
     found = points[-1][1]
     small = found.tensor_bytes < SMALL_BYTES and found.need not in _NOT_CODED
     packed = found.treatment.method is Method.PACK and found.elements > 0
-    sizes = ("storage_bytes", "elements", "tensor_bytes", "beside_bytes")
-    lines = {name: Affine.through((n, getattr(each, name)) for n, each in points) for name in sizes}
-    return Saving(
-        site=found.site,
-        need=found.need,
-        storage=found.storage,
-        content=found.content,
-        saved=moments.number(found.saved),
-        dies=moments.number(found.dies),
-        read=moments.number(found.read),
-        released=moments.number(found.released),
-        call=found.call,
-        treatable=found.treatable or small,
-        parents=found.parents,
-        packed_bits=8.0 * found.held_bytes / found.elements if packed else 0.0,
-        reading=found.reading,
-        teller=found.teller,
-        **lines,
-    )
+    known: dict[str, Any] = {name: getattr(found, name) for name in _SAME}
+    known |= {name: moments.number(getattr(found, name)) for name in _MOMENTS}
+    for name in _SIZES:
+        known[name] = Affine.through((n, getattr(each, name)) for n, each in points)
+    packed_bits = 8.0 * found.held_bytes / found.elements if packed else 0.0
+    return Saving(**known, treatable=found.treatable or small, packed_bits=packed_bits)
 
 
 def _calls(observations: Sequence[Observation], moments: _Moments) -> tuple[CallProfile, ...]:

@@ -323,7 +323,7 @@ class Profiler:
         times: tuple[tuple[int, float], ...],
         speeds: DeviceSpeeds,
     ) -> Profile:
-        parts = build(observations)
+        savings, calls, timeline = build(observations)
         self._make_room()
         state = optimizer_bytes_to_come(self.optimizer)
         passing = update_bytes(self.optimizer, self.memory)
@@ -338,9 +338,9 @@ class Profiler:
             gradient_bytes=updated,
             optimizer_bytes=state,
             batch_size=examples,
-            savings=parts.savings,
-            calls=parts.calls,
-            timeline=parts.timeline,
+            savings=savings,
+            calls=calls,
+            timeline=timeline,
             micro_batch_ms=times,
             update_ms=1000.0 * UPDATE_PASSES * touched / speeds.copy,
             speeds=speeds,

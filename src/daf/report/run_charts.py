@@ -41,14 +41,14 @@ def charts_of(runs: Sequence[Run]) -> list[LineChart | BarChart]:
 def memory_charts(run: Run) -> list[LineChart]:
     """Return memory over time, with floor, peaks and the budget; empty without samples."""
     memory = run.memory
-    if not memory.seconds:
+    if not memory.points:
         return []
     series = [
         Series(f"memory of {run.whose_memory}", thinned(memory.points, max), "memory", filled=True)
     ]
     levels = levels_of(run.summary)
     if memory.budget_moved:  # peaks under earlier budgets do not compare with the last budget
-        series += _budget_series(memory.budgets, memory.seconds[-1])
+        series += _budget_series(memory.budgets, memory.points[-1][0])
         levels = [level for level in levels if level.name == "floor"]
     title = "Memory over time, against the budget" if run.budget_bytes else "Memory over time"
     return [LineChart(title, "seconds", "MB", series, levels, _shades(run))]
@@ -80,7 +80,7 @@ def _budget_series(budgets: Budgets, end_s: float) -> list[Series]:
 
 def _shades(run: Run) -> list[Shade]:
     memory = run.memory
-    ends = [at for at, _ in memory.marks[1:]] + [memory.seconds[-1]]
+    ends = [at for at, _ in memory.marks[1:]] + [memory.points[-1][0]]
     return [
         Shade(_PHASES[label], start, end, label)
         for (start, label), end in zip(memory.marks, ends, strict=True)
@@ -173,7 +173,7 @@ def memory_of_all(runs: Sequence[Run]) -> list[LineChart]:
     series = [
         Series(run.name, thinned(run.memory.points, max), style)
         for run, style in _styled(runs)
-        if run.memory.seconds
+        if run.memory.points
     ]
     return [LineChart("Memory over time", "seconds", "MB", series)] if series else []
 

@@ -20,17 +20,11 @@ _MB = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """``memory.jsonl``: samples in MB, marks as (seconds, label), and budgets if they changed."""
+    """``memory.jsonl``; budgets if they changed."""
 
-    seconds: Sequence[float]
-    megabytes: Sequence[float]
-    marks: Sequence[tuple[float, str]]
+    points: Sequence[Point]  # samples: (seconds, MB)
+    marks: Sequence[tuple[float, str]]  # (seconds, label)
     budgets: Budgets = ()
-
-    @property
-    def points(self) -> list[Point]:
-        """Samples as (seconds, MB)."""
-        return list(zip(self.seconds, self.megabytes, strict=True))
 
     @property
     def budget_moved(self) -> bool:
@@ -201,7 +195,7 @@ def _summary_from_logs(
     """Return a summary's entries as far as logs tell them; others are None."""
     account = plan.get("account") or {}
     peaks = [record["peak_bytes"] for record in steps if "peak_bytes" in record]
-    peaks += [round(size * _MB) for size in memory.megabytes]
+    peaks += [round(size * _MB) for _, size in memory.points]
     last: Record = steps[-1] if steps else {}
     found = {
         "steps": last.get("step", 0),
@@ -248,4 +242,4 @@ def _memory_of(lines: Sequence[Record]) -> Memory:
         for size in [line.get("budget_bytes")]
         if "budget_bytes" in line
     ]
-    return Memory([at for at, _ in samples], [size for _, size in samples], marks, budgets)
+    return Memory(samples, marks, budgets)

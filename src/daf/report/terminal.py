@@ -57,7 +57,7 @@ def _lines(run: Run) -> Table:
     heights = [size for _, size in thinned(run.memory.points, max, _LINE_WIDTH)]
     most = max([*heights, (run.budget_bytes or 0) / 1e6])
     if heights:
-        seconds = f"{run.memory.seconds[-1]:.0f} s"
+        seconds = f"{run.memory.points[-1][0]:.0f} s"
         grid.add_row("memory", spark(heights, 0.0, most), f"0 to {most:,.0f} MB, {seconds}")
     curves = (("loss", "loss"), ("examples_per_s", "examples/s"), (ADDED, "noise of codes"))
     for key, name in curves:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from daf.capture.capture import Capture
 from daf.core.errors import DataError, NonFiniteLossError, PoolFullError
+from daf.core.json_dataclasses import Resumable
 from daf.core.policy import LEAST_SCORE_BITS, Policy, Site, coded_policy, with_chunked_operators
 from daf.core.profile import Profile
 from daf.memory.keeper import Keeper
@@ -97,11 +98,18 @@ def measured_under(room: Room | None, examples: int) -> Policy:
     return with_chunked_operators(MEASURED_UNDER, chunk_bytes)
 
 
-class SensitivityTracker:
+class SensitivityTracker(Resumable):
     """Measures when it is time, and keeps the result; errors count in the optimizer's steps.
 
     ``known``: what an earlier run of the same model found; True: nothing; False: never measure.
     """
+
+    KEPT: ClassVar[Mapping[str, Any]] = {
+        "sensitivity": Sensitivity,
+        "measurements": int,
+        "schedule": Schedule,
+        "last_ms": float,
+    }
 
     def __init__(
         self,
@@ -121,7 +129,7 @@ class SensitivityTracker:
         self._keeper = keeper
         self._is_on = bool(known)
         self._most_examples: int | None = None
-        self._last_ms: float | None = None
+        self.last_ms: float | None = None
 
     @cached_property
     def is_relative(self) -> bool:
@@ -143,7 +151,7 @@ class SensitivityTracker:
         if not self._is_on or self.refusal:
             return False
         share = self._examples(batch_size) / max(1, batch_size)
-        expected_ms = self._last_ms if self._last_ms is not None else PASSES * share * step_ms
+        expected_ms = self.last_ms if self.last_ms is not None else PASSES * share * step_ms
         return self.schedule.allows(expected_ms + self.schedule.usual_planning_ms)
 
     def measure(
@@ -171,8 +179,8 @@ class SensitivityTracker:
             found = self._guarded(context, room, examples, policy, pool_bytes)
         finally:
             self.is_measuring = False
-            self._last_ms = 1000.0 * (time.perf_counter() - start_s)
-            self.schedule.measured_ms += self._last_ms
+            self.last_ms = 1000.0 * (time.perf_counter() - start_s)
+            self.schedule.measured_ms += self.last_ms
         if found is None or not found.sites or not found.is_finite:
             return False
         self.measurements += 1
@@ -196,22 +204,10 @@ class SensitivityTracker:
                 f"one of this model's {len(lossy)}; leave them out, so that they are measured"
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs (JSON-able)."""
-        return {
-            "sensitivity": self.sensitivity.as_dict() if self.sensitivity else None,
-            "measurements": self.measurements,
-            "schedule": asdict(self.schedule),
-            "last_ms": self._last_ms,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``."""
-        found = state["sensitivity"]
-        self.sensitivity = self._usable(None if found is None else Sensitivity.from_dict(found))
-        self.measurements = state["measurements"]
-        self.schedule = Schedule(**state["schedule"])
-        self._last_ms = state["last_ms"]
+        super().load_state_dict(state)
+        self.sensitivity = self._usable(self.sensitivity)
 
     def _guarded(
         self,

@@ -6,9 +6,11 @@ When ``SensitivityTracker`` has new numbers, the session plans anew and adds a `
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from daf.capture.capture import Capture
@@ -22,7 +24,6 @@ from daf.memory.domain import MemoryDomain
 from daf.planning.bit_widths import is_lossy, one_bit_wider
 from daf.planning.noise import expected_noise
 from daf.planning.planner import DEFAULT_TOLERANCE
-from daf.sensitivity.noise_record import NoiseRecord, Response
 from daf.sensitivity.tracker import Room, SensitivityTracker
 from daf.session.plan_selector import PlanSelector
 from daf.step.context import StepContext
@@ -30,6 +31,40 @@ from daf.step.context import StepContext
 # One bit less adds four times the noise.
 NOISE_OF_A_BIT = 4.0
 LEAST_TOLERANCE = 1e-6
+
+
+class Response(StrEnum):
+    """The response to too much noise."""
+
+    WIDENED = "widened"
+    NO_ROOM = "no room"  # the budget allows no more bits
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseRecord:
+    """One measurement's noise: squared lengths of errors of gradients or steps."""
+
+    step: int
+    added_variance: float
+    batch_variance: float
+    tolerance: float  # the bound of the noise, relative to the batch's
+    response: Response | None = None  # None unless the noise exceeds it
+
+    @property
+    def relative_noise(self) -> float:
+        """Added over the batch's own noise; infinite if only the batch's own is 0."""
+        if self.batch_variance > 0.0:
+            return self.added_variance / self.batch_variance
+        return math.inf if self.added_variance > 0.0 else 0.0
+
+    @property
+    def exceeds(self) -> bool:
+        """True if the relative noise is above the tolerance, or not a number."""
+        return not self.relative_noise <= self.tolerance
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for a line of JSON."""
+        return asdict(self) | {"relative_noise": self.relative_noise}
 
 
 class StepNoise(NamedTuple):

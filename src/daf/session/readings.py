@@ -12,11 +12,10 @@ from daf.core.plan import Plan
 from daf.core.profile import Profile
 from daf.core.reports import LeverRefusal, SiteReport
 from daf.core.units import format_bytes
-from daf.sensitivity.noise_record import NoiseRecord
 from daf.sensitivity.result import Sensitivity
 from daf.session.budget_controller import BudgetChange
 from daf.session.factory import SessionParts
-from daf.session.noise_controller import NoiseController
+from daf.session.noise_controller import NoiseController, NoiseRecord
 
 
 class SessionReadings:

@@ -33,8 +33,7 @@ from daf.step.context import StepContext
 from daf.step.evaluation import Evaluation
 from daf.step.gradient_release import ReleaseMode
 from daf.step.microbatch import LossFunction
-from daf.step.proof_key import proof_key
-from daf.step.splitting import Split, Splitting
+from daf.step.splitting import Split, Splitting, proof_key
 from daf.torch_compat.function_modes import modes_restored
 from daf.torch_compat.out_of_memory import out_of_memory
 

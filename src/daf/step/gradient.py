@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from daf.capture.capture import Capture
 from daf.capture.compiled_calls import apart
 from daf.capture.known_passes import KnownPasses
+from daf.codecs.ranges import all_finite
 from daf.core.errors import NonFiniteLossError, OtherPathError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
@@ -26,10 +27,11 @@ from daf.step.gradient_release import LEFT_TO_USER, GradientRelease
 from daf.step.loss_scale import ScaleWatch
 from daf.step.loss_weights import LossWeights, PartWeights, Weighing, parameter_names
 from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
-from daf.step.nonfinite import first_nonfinite
 from daf.step.splitting import SplitChoice
 from daf.step.state_snapshot import StepSnapshot
 from daf.torch_compat.compiled_modules import CompiledModules
+from daf.torch_compat.compiler_stance import eagerly
+from daf.torch_compat.pytree import tensors_in_batch
 
 
 class _Losses:
@@ -287,3 +289,38 @@ def _refuse_other_path(unknown: set[str], choice: SplitChoice) -> None:
         raise OtherPathError(
             f"a part calls {', '.join(sorted(unknown))}, which its proof did not see", unknown
         )
+
+
+def is_finite(value: Any) -> bool:
+    """True if every floating-point tensor in a nest holds only finite numbers."""
+    tensors = tensors_in_batch(value)
+    return all_finite(each for each in tensors if each.is_floating_point() or each.is_complex())
+
+
+def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str:
+    """Run the forward pass again and return, in words, where the first non-finite value appears.
+
+    ``run`` calls the model as the failed step did, with ``batch``. The words name a parameter, the
+    batch, a module, or the loss function.
+    """
+    for name, parameter in model.named_parameters():
+        if not is_finite(parameter):
+            return f"parameter {name!r}"
+    if not is_finite(batch):
+        return "the batch itself"
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
+            if not found and not is_finite(output):
+                found.append(
+                    f"the output of module {name or '<model>'!r} ({type(module).__name__})"
+                )
+
+        return hook
+
+    with torch.no_grad(), eagerly(), ExitStack() as hooks:  # compiled modules have hooks too
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(watch(name)))
+        run()
+    return found[0] if found else "the loss function (every module's output is finite)"
