@@ -29,13 +29,12 @@ from daf.files.folder_lock import held_folder
 from daf.files.records import read_json, read_lines, write_json, write_lines
 from daf.report.comparison import COLUMNS, findings, row
 from daf.report.page import page
-from daf.report.palette import STYLES
 from daf.report.picture import draw
 from daf.report.run_charts import charts_of, waterfall
 from daf.report.runs import Run, read_run, read_runs
 from daf.report.scale import thinned, ticks
 from daf.report.terminal import show_report, spark
-from daf.report.treatments import COLOURS, strips_of, totals_by_method
+from daf.report.treatments import COLOURS, STYLES, strips_of, totals_by_method
 
 MB = 10**6
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from daf.core.errors import UnitError
-from daf.core.units import format_bytes, parse_bytes
+from daf.core.units import parse_bytes
 
 BudgetValue = str | int | float | None
 Budget = BudgetValue | Callable[[], BudgetValue]
@@ -27,11 +27,6 @@ class Request:
     def is_auto(self) -> bool:
         """True if it is whatever the machine can spare."""
         return self.nbytes is None and self.fraction is None
-
-    def __str__(self) -> str:
-        if self.nbytes is not None:
-            return format_bytes(self.nbytes)
-        return AUTO if self.fraction is None else f"{100 * self.fraction:g} % of the device"
 
 
 def parse_budget(value: BudgetValue) -> Request | None:

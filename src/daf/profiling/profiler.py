@@ -104,10 +104,8 @@ class Profiler:
 
         A step runs only if expected to fit the budget, except the smallest step that training may
         take. If that one does not fit, neither does the job, and it names the least budget. With
-        ``own``, the profile of PyTorch's own operators, fused and chunked ones are measured.
-
-        Raises:
-            PoolFullError: the pool cannot hold even the smallest step of the tightest policy.
+        ``own``, the profile of PyTorch's own operators, fused and chunked ones are measured. Raises
+        PoolFullError if the pool cannot hold even the smallest step of the tightest policy.
         """
         gc.collect()  # what others left would be freed meanwhile, and seem not to be needed
         try:
@@ -220,7 +218,8 @@ class Profiler:
             if found and self._expected(found[-1], size) > budget_bytes:
                 break
             on_progress(f"bytes at {size}")
-            bound_bytes = budget_bytes if found and self._fits(found[0], budget_bytes) else math.inf
+            fits = found and self._expected(found[0], found[0].examples) <= budget_bytes
+            bound_bytes = budget_bytes if fits else math.inf
             observed = self._within(bound_bytes, partial(self._observe, context, size))
             if observed is None:
                 break
@@ -378,9 +377,6 @@ class Profiler:
         """Return the memory held now, with what libraries add in a step."""
         account = self.memory.account_bytes() if self.keeper.recycles else 0
         return max(self.memory.held_bytes(), self._beside_bytes + account)
-
-    def _fits(self, found: Observation, budget_bytes: float) -> bool:
-        return self._expected(found, found.examples) <= budget_bytes
 
     def _within(self, budget_bytes: float, run: Callable[[], Found]) -> Found | None:
         found = self.keeper.within(budget_bytes, run)

@@ -9,7 +9,6 @@ from typing import Any
 from daf.core.markup import Markup, element, joined, quiet, table
 from daf.core.units import format_bytes
 from daf.report.comparison import COLUMNS, findings, row
-from daf.report.palette import style_sheet
 from daf.report.plan_section import plan_figure
 from daf.report.run_charts import (
     account_chart,
@@ -21,6 +20,7 @@ from daf.report.run_charts import (
 )
 from daf.report.runs import Record, Run
 from daf.report.scale import number
+from daf.report.treatments import style_sheet
 
 
 def page(runs: Sequence[Run]) -> str:

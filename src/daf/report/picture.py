@@ -13,10 +13,9 @@ from typing import Any
 from daf.core.errors import DafError, PlatformError
 from daf.files.atomic import replacing
 from daf.report.chart import BarChart, LineChart
-from daf.report.palette import INK, QUIET, RULE, STYLES
 from daf.report.run_charts import memory_charts
 from daf.report.runs import read_run
-from daf.report.treatments import COLOURS
+from daf.report.treatments import COLOURS, INK, QUIET, RULE, STYLES
 
 _COLOURS = {style: light for style, (light, _) in STYLES.items()} | {
     method.value: light for method, (_, light, _) in COLOURS.items()

@@ -103,11 +103,7 @@ def fixed_policy(
 
 
 def checked_tolerance(tolerance: float | None) -> float | None:
-    """Return the tolerance as a float, or None.
-
-    Raises:
-        ValueError: the tolerance is negative or not a number.
-    """
+    """Return the tolerance as a float, or None; raises ValueError if negative or not a number."""
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(
             f"asked for a tolerance of {tolerance!r}; it is the noise that codes may add, relative "
@@ -117,11 +113,7 @@ def checked_tolerance(tolerance: float | None) -> float | None:
 
 
 def checked_norm(max_grad_norm: float | None) -> float | None:
-    """Return the most that a gradient's norm may be, or None.
-
-    Raises:
-        ValueError: it is not above 0.
-    """
+    """Return the most that a gradient's norm may be, or None; raises ValueError if not above 0."""
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(
             f"asked for max_grad_norm={max_grad_norm!r}; the norm to clip to is above 0, or None"
@@ -164,11 +156,7 @@ def asked_memory(model: nn.Module, budget: Budget) -> MemoryDomain:
 
 
 def refuse_budget_elsewhere(model: nn.Module, memory: MemoryDomain) -> None:
-    """Refuse a budget for a model that has left the memory that the session bounds.
-
-    Raises:
-        PlatformError: the model lies in another memory.
-    """
+    """Raise PlatformError if a model has left the memory that the session's budget bounds."""
     found = memory_of(model)
     if found.name != memory.name:
         raise PlatformError(

@@ -86,20 +86,12 @@ class BudgetController:
         return self._governor.asked
 
     def ask(self, budget: Budget) -> None:
-        """Change the budget and free at once, before returning, all that can be freed.
-
-        Raises:
-            UnitError: the budget cannot be read; nothing changes.
-        """
+        """Change the budget; before returning free all that can be. Raises as ``Governor.ask``."""
         self._governor.ask(budget)
         self.follow()
 
     def begin_step(self) -> int | None:
-        """Read the limits, watch them from now on, and return the budget (bytes) in force.
-
-        Raises:
-            Exception: what the user's own budget function raised.
-        """
+        """Read the limits, watch them, return the budget (bytes); raises as ``refresh``."""
         is_fresh = time.perf_counter() - self._looked_s < LOOK_S and self.is_watching
         if not is_fresh or callable(self.asked):
             self._look()

@@ -108,11 +108,7 @@ class NoiseController:
     def weigh(
         self, profiles: Profiles, plan: Plan, context: StepContext, budget_bytes: int
     ) -> Profiles:
-        """Return the profiles with sensitivities, measured if the plan is lossy and they fit.
-
-        Raises:
-            DataError: the known sensitivities are of another model.
-        """
+        """Return the profiles ``weighed``, after measuring if the plan is lossy and that fits."""
         if self.tracker.sensitivity is None and plan.added_noise > 0.0:
             resident = self._memory.held_bytes()
             room = Room(profiles.own, profiles.of(plan), budget_bytes)
@@ -127,11 +123,7 @@ class NoiseController:
         return self.weighed(profiles)
 
     def weighed(self, profiles: Profiles) -> Profiles:
-        """Return the profiles with the sensitivities known now.
-
-        Raises:
-            DataError: the sensitivities are of another model.
-        """
+        """Return the profiles with known sensitivities; raises DataError for another model's."""
         self.tracker.check(profiles.every)
         return profiles.changed(self.tracker.weighed)
 

@@ -85,11 +85,7 @@ class PlanController(Resumable):
     def prepare(
         self, context: StepContext, on_progress: Callable[[str], None] | None = None
     ) -> Plan:
-        """Profile on this batch and plan, unless that was done; a notebook shows what goes on.
-
-        Raises:
-            BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
-        """
+        """Profile on this batch and plan, unless that was done; raises as ``Session.prepare``."""
         if self.selector.plan is not None:
             return self.selector.plan
         budget_bytes = self.budget_bytes
@@ -142,11 +138,7 @@ class PlanController(Resumable):
         return _beside(profiles, self.most_users_gradient_bytes + margin_bytes)
 
     def plan_for(self, context: StepContext) -> Plan:
-        """Return the plan for the step that begins now.
-
-        Raises:
-            BudgetError: no plan fits; parameters are untouched.
-        """
+        """Return the plan for the step that begins now; raises BudgetError before it."""
         self._follow_budget(self.budget_controller.begin_step())
         if self.budget_bytes is not None and context.info.nbytes > self.planned_for_bytes:
             self._outgrow(context, self.budget_bytes)
@@ -165,11 +157,7 @@ class PlanController(Resumable):
         return self.allowed().release_refusal != self.selector.constraints.allowed.release_refusal
 
     def note_accumulated(self, nbytes: int) -> None:
-        """Plan for a step beside gradients that the user accumulates (bytes).
-
-        Raises:
-            BudgetError: no plan fits; they and the parameters are untouched.
-        """
+        """Plan for a step beside gradients of the user (bytes); raises as ``plan_for``."""
         more = nbytes - self.most_users_gradient_bytes
         self.users_gradient_bytes = nbytes
         self.most_users_gradient_bytes += max(0, more)
@@ -273,11 +261,7 @@ class PlanController(Resumable):
         return self._adopt(self.prepare(context))
 
     def prove_again(self, context: StepContext, plan: Plan, found: OtherPathError) -> Plan:
-        """Return ``plan`` if this step's functions are proven too, else one that cuts nothing.
-
-        Raises:
-            BudgetError: the budget does not hold a whole batch.
-        """
+        """Return ``plan`` if this step's functions are proven too, else as ``stop_splitting``."""
         known = context.choice
         if self.proven_again_at == context.index:
             return self.stop_splitting(context, str(found))
@@ -294,11 +278,7 @@ class PlanController(Resumable):
         return plan
 
     def stop_splitting(self, context: StepContext, reason: str) -> Plan:
-        """Plan anew for whole batches of this kind, whose parts turned out not to add up.
-
-        Raises:
-            BudgetError: the budget does not hold a whole batch.
-        """
+        """Plan for whole batches where parts turned out not to add up; raises as ``plan_for``."""
         context.choose(replace(context.choice, refusal=reason))
         if self.budget_bytes is None:
             return self._without_budget(context.info)
@@ -343,11 +323,7 @@ class PlanController(Resumable):
         return self.selector.state_dict() | super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``.
-
-        Raises:
-            ValueError: the plan's codes wait in host memory, and this session has none.
-        """
+        """Go on from ``state_dict``; raises ValueError as ``Session.load_state_dict``."""
         self.selector.load_state_dict(state)
         super().load_state_dict(state)
         plan, allowed = self.selector.plan, self.allowed()

@@ -145,10 +145,7 @@ class PlanSelector(Resumable):
         """Return the first plan of new profiles, and set ``first``, the plan of the next step.
 
         ``weigh`` takes the profiles and a quick plan; it returns the profiles, with sensitivities
-        if the plan needs them.
-
-        Raises:
-            BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
+        if the plan needs them. Raises BudgetError, with the least budget, if no plan fits.
         """
         self.profiles, self.evidence = profiles, None
         quick = self._quick(budget_bytes)
@@ -163,11 +160,7 @@ class PlanSelector(Resumable):
         return self.plan
 
     def regrow(self, profiles: Profiles, budget_bytes: int) -> None:
-        """Go on with a plan for a larger batch; what steps showed of the peak still corrects it.
-
-        Raises:
-            BudgetError: no plan fits.
-        """
+        """Plan for a larger batch, corrected by steps' peaks as before; BudgetError: none fits."""
         before, self.profiles = self.profiles, profiles
         try:
             plan = self._make(budget_bytes)
@@ -190,10 +183,8 @@ class PlanSelector(Resumable):
     def correct(self, measured_peak_bytes: int, budget_bytes: int | None) -> None:
         """Go on with the plan, corrected by the peak of the first full-size step.
 
-        ``budget_bytes``: None if it moved meanwhile; then the next step is planned anew.
-
-        Raises:
-            BudgetError: no plan is predicted to fit any more.
+        ``budget_bytes``: None if it moved meanwhile; then the next step is planned anew. Raises
+        BudgetError if no plan is predicted to fit any more.
         """
         first, self.first = self.first, None
         if first is None or budget_bytes is None:
@@ -240,10 +231,8 @@ class PlanSelector(Resumable):
         """Return the plan under another budget.
 
         If none is predicted to fit but allocations over budget are refused (``can_refuse``), return
-        the plan that holds least. The pool may still evict planes that predictions count.
-
-        Raises:
-            BudgetError: no plan is predicted to fit, and allocations are not refused.
+        the plan that holds least, else raise BudgetError. The pool may still evict planes that
+        predictions count.
         """
         self.first = None
         try:

@@ -153,11 +153,7 @@ class Rollback:
         return self._action is Action.ROLL_BACK
 
     def save_if_good(self) -> None:
-        """Keep the state if it is good, after the update of the step noted last.
-
-        Raises:
-            RunFolderError: the state cannot be written.
-        """
+        """Keep a good state, after the update of the step noted last; may raise RunFolderError."""
         if self._action is not Action.SAVE:
             return
         self._action = Action.CONTINUE

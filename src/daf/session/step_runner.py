@@ -287,11 +287,7 @@ class StepRunner:
 
     @contextmanager
     def users_update(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Bound an update that user code makes, by any optimizer over the model's parameters.
-
-        Raises:
-            BudgetError: there is no room for it; nothing was updated.
-        """
+        """Bound an update by any optimizer of the user's, or raise BudgetError before it."""
         needed_bytes = self._needed_bytes(optimizer)
         self._reserve(needed_bytes)
         with self._updating(needed_bytes):
@@ -361,11 +357,7 @@ class StepRunner:
         self.counters.note_held(selector.autotuner)
 
     def _go_back(self, loss: float, running: Plan, step_ms: float) -> StepReport:
-        """Return to the last good state, with wider codes.
-
-        Raises:
-            DivergedError: the budget has no room for wider codes.
-        """
+        """Return to the last good state, with wider codes, or raise DivergedError."""
         reason = self.rollback.watch.reason
         if not self.noise.widen(self.plan_controller.planned_budget_bytes):
             raise DivergedError(

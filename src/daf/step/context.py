@@ -42,11 +42,7 @@ class StepContext:
         seed: int = 0,
         index: int = 0,
     ) -> StepContext:
-        """Return the context of a step.
-
-        Raises:
-            DataError: the batch has no such dimension of examples as the user named.
-        """
+        """Return the context of a step; raises DataError as ``possible_cuts``."""
         splitting = splitting or Splitting()
         kind = kind_of(model, batch, loss_fn)
         choice = splitting.choice(kind, batch)

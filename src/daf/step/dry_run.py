@@ -30,10 +30,8 @@ def dry_run(
     """Run ``loss_fn`` forward on the first examples of ``batch``; nothing of the model changes.
 
     ``cut``: how to cut the batch; None: the likeliest way. Where no part runs, the whole batch
-    does. Afterwards ``capture.fusions()`` lists what later steps of the capture will fuse.
-
-    Raises:
-        CodecError: the policy asks for a treatment that is unsound at a site.
+    does. Afterwards ``capture.fusions()`` lists what later steps of the capture will fuse. Raises
+    CodecError if the policy asks for a treatment that is unsound at a site.
     """
     cut = cut or likely_cut(batch)
     is_whole = cut.size(batch) <= examples

@@ -50,11 +50,7 @@ class Evaluation:
     _ways: dict[Hashable, _Way] = field(default_factory=dict)
 
     def run(self, batch: Any, fn: LossFunction, budget_bytes: int | None) -> Any:
-        """Return ``fn(model, batch)``; ``Session.evaluate`` says more.
-
-        Raises:
-            BudgetError: the budget does not hold the smallest part that is proven.
-        """
+        """Return ``fn(model, batch)``; ``Session.evaluate`` says more, and what this raises."""
         kind = "evaluation", kind_of(self.model, batch, fn)
         way = self._ways.get(kind) or _Way(WHOLE, 1)
         snapshot = StateSnapshot(Surroundings.of(self.model, fn), holds_tensors=False)
@@ -141,10 +137,8 @@ def _in_parts(model: nn.Module, batch: Any, fn: LossFunction, way: _Way) -> Any:
 def _joined(results: list[tuple[Any, int]]) -> Any:
     """Return the whole's result from each part's, which has so many examples.
 
-    A scalar is a mean, two scalars are (sum, weight), other tensors have a row for each example.
-
-    Raises:
-        SplitError: the results are none of these.
+    A scalar is a mean, two scalars are (sum, weight), other tensors have a row for each example;
+    raises SplitError for anything else.
     """
     first = results[0][0]
     if _is_scalar(first):

@@ -173,10 +173,8 @@ class GradientStep:
     ) -> int:
         """Run a step that updates nothing; return what it takes after its first update (bytes).
 
-        0 if it releases no gradients. ``state_bytes``: of optimizer state to come.
-
-        Raises:
-            Exception: what ``run`` raises.
+        0 if it releases no gradients. ``state_bytes``: of optimizer state to come; raises as
+        ``run``.
         """
         self.is_dry_run = True
         self._on_commit = self._keeper.begin_need

@@ -104,9 +104,6 @@ class GradientRelease:
 
         ``held_by_plan``: the plan has room for all gradients, so only mode True releases them.
         ``adds_to_users``: the user accumulated gradients that belong to the same update.
-
-        Raises:
-            ReleaseRefusedError: the mode is True, and this step forbids it.
         """
         self.count = ReleaseCount()
         self._has_begun = False
@@ -148,10 +145,8 @@ class GradientRelease:
         """Release gradients inside ``loss.backward()``; the others stay in ``grad``.
 
         The caller steps the optimizer afterwards as always: it skips parameters without a gradient.
-        ``on_commit`` is called just before the first parameter changes, or would in a rehearsal.
-
-        Raises:
-            CommittedStepError: backward failed after that.
+        ``on_commit`` is called just before the first parameter changes, or would in a rehearsal;
+        if backward fails after that, CommittedStepError is raised.
         """
         if not self.is_active or not loss.requires_grad:
             yield

@@ -303,10 +303,8 @@ class PartWeights:
     def check_scalings(self, proven: Iterable[str] = ()) -> None:
         """Look at what else the parts' losses were divided by: one number, or as they weigh.
 
-        ``proven``: functions; with ``ONE_BY_ONE`` only the last number is of a whole part.
-
-        Raises:
-            OtherPathError: the parts weigh otherwise than the whole would.
+        ``proven``: functions; with ``ONE_BY_ONE`` only the last number is of a whole part. Raises
+        OtherPathError if the parts weigh otherwise than the whole would.
         """
         by_loss = self._weighing is Weighing.LOSS
         weights = [

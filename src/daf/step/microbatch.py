@@ -58,11 +58,7 @@ class WeightedLoss:
 
 
 def read_loss(result: Any, examples: int) -> WeightedLoss:
-    """Read what ``loss_fn`` returned: a scalar mean, or ``(sum, weight)``.
-
-    Raises:
-        DataError: neither, or a tensor that is not a scalar.
-    """
+    """Read what ``loss_fn`` returned: a scalar mean, or ``(sum, weight)``; DataError for others."""
     if isinstance(result, tuple) and len(result) == 2:
         total, weight = result
         loss = WeightedLoss(total, _weight_beside(total, weight), is_sum=True)

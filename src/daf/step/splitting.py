@@ -76,22 +76,14 @@ class Splitting:
         return self.split is True
 
     def cuts(self, batch: Any) -> Iterator[BatchCut]:
-        """Yield the ways in which the batch may be cut, the likeliest first.
-
-        Raises:
-            DataError: the batch has no such dimension as ``batch_dim`` says.
-        """
+        """Yield ways to cut the batch, the likeliest first; raises as ``possible_cuts``."""
         if isinstance(self.split, BatchSplit):
             yield BatchCut(own=self.split)
         else:
             yield from possible_cuts(batch, self._batch_dim)
 
     def choice(self, kind: Hashable, batch: Any) -> SplitChoice:
-        """Return what was proven for batches of this kind; else a cut to measure, never to train.
-
-        Raises:
-            DataError: the batch has no such dimension as ``batch_dim`` says.
-        """
+        """Return what was proven for this kind; else a cut to measure with, never to train."""
         known = self._proven.get(kind) or self._resumed
         if known is not None:
             self._proven[kind], self._resumed = known, None

@@ -146,11 +146,7 @@ class StepSnapshot(StateSnapshot):
         self._oldest = _oldest_node(self.device)
 
     def check_parameters(self) -> None:
-        """Check that a failed step may run again.
-
-        Raises:
-            CommittedStepError: it changed parameters in its forward pass.
-        """
+        """Raise CommittedStepError if a failed step has changed parameters in its forward pass."""
         if any(_place(each) != place for each, place in self._places):
             raise CommittedStepError(
                 "the step failed after its forward pass itself had changed parameters (a teacher's "
