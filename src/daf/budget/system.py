@@ -11,6 +11,8 @@ import psutil
 from daf.memory.process_memory import soft_limit_bytes
 
 _KIB = 1024
+# Pages that a forked child still shares with this process are this process's.
+_OWN = ("Private_Clean", "Private_Dirty", "Swap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,6 @@ def kibibytes(text: str | None, names: tuple[str, ...]) -> dict[str, int]:
 
 
 THIS_SYSTEM = System()
-
-
-# Pages that a forked child still shares with this process are this process's.
-_OWN = ("Private_Clean", "Private_Dirty", "Swap")
 
 
 def children_bytes(system: System) -> int:

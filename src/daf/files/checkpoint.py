@@ -21,7 +21,7 @@ from daf.files.atomic import PRIVATE, replacing
 from daf.files.tensor_file import read_tensors, write_tensors
 
 FORMAT = "daf-checkpoint-3"
-_MODEL = "model/"
+_MODEL, _STATE = "model/", "state/"
 
 
 def write_checkpoint(
@@ -119,9 +119,6 @@ def _set_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-_PREFIX = "state/"
-
-
 def to_plain(value: Any) -> tuple[Any, dict[str, Tensor]]:
     """Split into JSON's types and the tensors they name, without pickle's code.
 
@@ -134,7 +131,7 @@ def to_plain(value: Any) -> tuple[Any, dict[str, Tensor]]:
         if item is None or type(item) in (bool, int, float, str):
             return item
         if isinstance(item, Tensor):
-            name = f"{_PREFIX}{len(tensors)}"
+            name = f"{_STATE}{len(tensors)}"
             tensors[name] = item
             return {"tensor": name}
         if type(item) in (list, tuple):

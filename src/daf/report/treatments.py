@@ -1,4 +1,4 @@
-"""The plan in words: saved tensors by module, each with its treatment and the reason."""
+"""The plan in words and colours: saved tensors by module, with treatment and reason; the style."""
 
 from __future__ import annotations
 

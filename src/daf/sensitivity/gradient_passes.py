@@ -1,4 +1,4 @@
-"""Repeated forward and backward passes of one batch under chosen seeds, changing nothing."""
+"""Repeated passes of one batch under chosen seeds, changing nothing; sketches of gradients."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from daf.step.state_snapshot import StateSnapshot
 BUCKETS = 509  # prime, so that no stride of a weight's shape falls into the same buckets
 _ROWS_AT_ONCE = 2048
 _SIGN_SEED = 0x5EED
+Around = Callable[[], Any]
 
 
 class GradientSketcher:
@@ -79,9 +80,6 @@ class GradientSketcher:
 def sample_variance(sketches: Sequence[Tensor]) -> Tensor:
     """Return (parameters, buckets): unbiased variance of every bucket over two or more sketches."""
     return torch.stack(list(sketches)).var(0)
-
-
-Around = Callable[[], Any]
 
 
 @dataclass(eq=False)

@@ -126,9 +126,6 @@ def kind_of(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> Hashab
     return type(batch), tensors, code, flags, trained
 
 
-_DISTRIBUTION = "daf-train"
-
-
 def proof_key(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> str:
     """Return a digest that changes with all that a proof depends on, but values and sizes."""
     facts = [torch.__version__, _own_version(), *_facts_of(batch), *_code_of(loss_fn)]
@@ -149,7 +146,7 @@ def _forward_of(kind: type[nn.Module]) -> Any:
 
 def _own_version() -> str:
     try:
-        return version(_DISTRIBUTION)
+        return version("daf-train")
     except PackageNotFoundError:
         return ""
 

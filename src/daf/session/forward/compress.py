@@ -30,6 +30,8 @@ from daf.session.forward.runner import ForwardRunner
 from daf.torch_compat.modules import around_calls
 
 _OF_MODEL = "_daf_budget"  # the attribute by which a model finds its own
+# A script that calls its layers one by one, and has many, is not planned for layer by layer.
+MOST_MODELS = 32
 
 
 class BudgetedForward:
@@ -214,10 +216,6 @@ def compress(model: nn.Module, bits: int | str | None = None, **options: Any) ->
         return BudgetedForward(model, **options)
     found.budget = options["budget"]
     return found
-
-
-# A script that calls its layers one by one, and has many, is not planned for layer by layer.
-MOST_MODELS = 32
 
 
 class ScriptModels:
