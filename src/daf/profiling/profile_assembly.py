@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from daf.core.policy import KEEP, SMALL_BYTES, Method, Need, Reading
 from daf.core.profile import Affine, CallProfile, Saving, Timeline, decoded_bytes
@@ -22,13 +22,21 @@ _MOMENTS = ("saved", "dies", "read", "released")
 _SIZES = ("storage_bytes", "elements", "tensor_bytes", "beside_bytes")
 
 
-def build(
-    observations: Sequence[Observation],
-) -> tuple[tuple[Saving, ...], tuple[CallProfile, ...], Timeline]:
-    """Return those parts of a Profile from steps of growing size under one policy of codes."""
+class MicroBatchParts(NamedTuple):
+    """The parts of a Profile that observed steps give."""
+
+    savings: tuple[Saving, ...]
+    calls: tuple[CallProfile, ...]
+    timeline: Timeline
+
+
+def build(observations: Sequence[Observation]) -> MicroBatchParts:
+    """Return the parts of a Profile from steps of growing size under one policy of codes."""
     alike = [each for each in observations if _shape(each) == _shape(observations[-1])]
     moments = _Moments(alike[-1])
-    return _savings(alike, moments), _calls(alike, moments), _timeline(alike, moments)
+    return MicroBatchParts(
+        _savings(alike, moments), _calls(alike, moments), _timeline(alike, moments)
+    )
 
 
 def _shape(observation: Observation) -> tuple[object, ...]:
