@@ -23,6 +23,7 @@ from typing import Any
 
 # Names by module: the newer one first. A module that the tree lacks is passed over.
 MODULES: Mapping[str, tuple[str, ...]] = {
+    "norm_saves": ("daf.operators.norms.save",),
     "norm_passes": ("daf.operators.norms.passes",),
     "norm_words": ("daf.kernels.normalisation",),
     "devices": ("daf.kernels.devices",),
@@ -152,9 +153,11 @@ TREE = Tree(Path(os.environ["DAF_GOLDEN_TREE"]))
 
 def norms() -> SimpleNamespace:
     """The passes of normalisations by their newer names; ``coded`` makes a code on the way."""
-    if not TREE.has("norm_passes"):
+    is_direct = TREE.has("norm_saves") and hasattr(TREE.module("norm_saves"), "reading")
+    if not is_direct and not TREE.has("norm_passes"):
         return _older_norms()
-    passes, words = TREE.module("norm_passes"), TREE.module("norm_words")
+    passes = _direct_passes() if is_direct else TREE.module("norm_passes")
+    words = TREE.module("norm_words")
     value_code, backend_of = TREE.get("codecs", "ValueCode"), TREE.get("devices", "backend_of")
 
     def coded(*arguments: Any, output: Any, rows: Any = None) -> Any:
@@ -170,6 +173,39 @@ def norms() -> SimpleNamespace:
     if not hasattr(passes, "take_statistics"):
         own["take_statistics"] = take_statistics
     return SimpleNamespace(**(vars(words) | vars(passes) | own))
+
+
+def _direct_passes() -> SimpleNamespace:
+    """The passes where the backend is called with what ``reading`` and ``opened`` yield."""
+    words, backend_of = TREE.module("norm_words"), TREE.get("devices", "backend_of")
+    reading, opened = TREE.get("norm_saves", "reading"), TREE.get("codecs", "opened")
+
+    def emit(x: Any, forward: Any, output: Any, rows: Any = None) -> None:
+        with opened(output) as written:
+            backend_of(x).emit(words.Encoding(x, forward, rows, written))
+
+    def over_masked(name: str, last: Any, values: Any, gradient: Any, mask: Any, out: Any) -> Any:
+        with reading(values, mask) as (source, planes):
+            given = words.MaskedGradient(gradient, planes, out)
+            return getattr(backend_of(gradient), name)(source, given, last)
+
+    def backward_rows(values: Any, job: Any) -> Any:
+        with reading(values) as (source, _):
+            return backend_of(job.gradient).backward_rows(source, job)
+
+    def unmeasured(x: Any, length: int) -> Any:
+        scale, shift = (x.new_empty(x.numel() // length) for _ in range(2))
+        return words.Channels(scale, shift, length)
+
+    return SimpleNamespace(
+        emit=emit,
+        sum_gradient=lambda *given: over_masked("sum_gradient", given[-1], *given[:-1]),
+        write_input_gradient=lambda *given: over_masked(
+            "write_input_gradient", given[-1], *given[:-1]
+        ),
+        backward_rows=backward_rows,
+        unmeasured=unmeasured,
+    )
 
 
 def _older_norms() -> SimpleNamespace:

@@ -116,7 +116,6 @@ class SmoothHeld(FusedSave):
         return self.input.restore(scratch)
 
     def run_again(self, x: Tensor, *_parameters: Tensor | None) -> Tensor:
-        """Return PyTorch's own result."""
         return self.smooth.forward(x)
 
     def backward(
@@ -126,7 +125,6 @@ class SmoothHeld(FusedSave):
         *,
         owned: bool,
     ) -> tuple[Tensor | None, ...]:
-        """Return the input's gradient."""
         written = gradient if owned else self.layout.empty()
         if isinstance(self.input, Kept):
             self.smooth.backward(gradient, self.input.restore(Scratch()), written)
@@ -168,7 +166,6 @@ class ActivationOperator(FusedOperator):
         self._unread: set[CallSite] = set()  # coded when they last ran, and derived by no layer
 
     def begin(self, context: OperatorContext) -> None:
-        """Begin a step."""
         super().begin(context)
         self._ran: dict[CallSite, tuple[Derivation, Treatment]] = {}
 

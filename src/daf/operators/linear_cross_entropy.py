@@ -104,7 +104,6 @@ class LinearCrossEntropy(FusedOperator):
         self._has_seen_a_step = False  # of training: layers that it did not run stay as they are
 
     def begin(self, context: OperatorContext) -> None:
-        """Begin a step."""
         super().begin(context)
         self._is_active = not self._has_seen_a_step or self.table.defers
         self._watched: MutableMapping[Tensor, CallSite] = WeakTensorKeyDictionary()

@@ -8,14 +8,14 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from daf.codecs.codes import ElementsCode, ValueCode
+from daf.codecs.codes import ElementsCode, ValueCode, opened
 from daf.core.errors import CodecError
 from daf.core.policy import KEEP, Method, Need, Policy
 from daf.kernels import RowMoments
-from daf.kernels.normalisation import Channels, NormOutput
+from daf.kernels.devices import backend_of
+from daf.kernels.normalisation import Channels, Encoding, NormOutput
 from daf.operators.fused_function import FusedFunction, FusedSave
 from daf.operators.fusion_table import CallSite
-from daf.operators.norms.passes import emit
 from daf.operators.stand_ins import StandIns
 from daf.saved_tensors.ledger import Holding, Plain, Unmade
 from daf.saved_tensors.observation import Save, Watcher
@@ -206,7 +206,8 @@ class InputHolder:
     ) -> Stored[ValueCode] | Kept:
         """Write ``written`` from ``forward`` of the input, and hold the input or that as a code."""
         if self.is_kept:
-            emit(x.detach(), forward, written, rows)
+            with opened(written) as output:
+                backend_of(x).emit(Encoding(x.detach(), forward, rows, output))
             return self.keep(x)
         code = self.encode(x, forward, written, rows)
         is_over = written.out.data_ptr() == x.data_ptr()  # then nothing else is left of the input

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from torch import Tensor
-
-from daf.operators.fusion_table import CallSite, FusionTable
 from daf.operators.operator_context import OperatorContext
-from daf.operators.stand_ins import Deferred
+from daf.operators.stand_ins import DefersResults
 
 Signature = TypeVar("Signature")
 
@@ -34,20 +31,16 @@ class OperatorCall(NamedTuple):
             return None
 
 
-class FusedOperator:
+class FusedOperator(DefersResults):
     """A family of operators that may run in place of PyTorch's, for all steps of one capture.
 
     A subclass is registered by its ``name``, by which policies ask for it. ``functions`` are those
-    of PyTorch that it may replace; ``alone`` is the pattern of a call that is no longer deferred.
+    of PyTorch that it may replace.
     """
 
     name: ClassVar[str]
     functions: ClassVar[Collection[Callable[..., Any]]]
-    alone: ClassVar[str] = ""
-
-    def __init__(self) -> None:
-        self.table = FusionTable()
-        self.context: OperatorContext
+    context: OperatorContext
 
     def begin(self, context: OperatorContext) -> None:
         """Begin a step."""
@@ -65,19 +58,3 @@ class FusedOperator:
 
     def finish(self) -> None:
         """Learn from the step, which is over."""
-
-    # --- of operators whose results are deferred --------------------------------------------
-
-    def follow(self, call: OperatorCall) -> Tensor | None:
-        """Return the result of a call that reads a stand-in; None: it needs the real tensor."""
-        del call
-        return None
-
-    def compute(self, deferred: Deferred) -> Tensor:
-        """Return the real tensor in place of a stand-in."""
-        raise NotImplementedError
-
-    def note_reader(self, site: CallSite, reader: str) -> None:
-        """Note that ``reader`` needs the real tensor; unless expected, defer the site no more."""
-        if self.table.pattern(site) != self.alone:
-            self.table.decide(site, self.alone, f"its result was also read by {reader}")

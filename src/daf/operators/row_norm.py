@@ -30,7 +30,7 @@ from torch import Tensor
 from daf.codecs.layout import layout_of
 from daf.core.policy import Need
 from daf.kernels import RowMoments
-from daf.kernels.devices import is_coded_on_device
+from daf.kernels.devices import backend_of, is_coded_on_device
 from daf.kernels.normalisation import Channels, NormOutput, RowBackward
 from daf.operators.eligibility import (
     autocast_objection,
@@ -42,8 +42,7 @@ from daf.operators.eligibility import (
 )
 from daf.operators.fused_function import FusedFunction
 from daf.operators.fusion_table import CallSite
-from daf.operators.norms.passes import backward_rows, unmeasured
-from daf.operators.norms.save import NormSave, Source
+from daf.operators.norms.save import NormSave, Source, reading
 from daf.operators.operator_context import InputHolder
 from daf.operators.protocol import FusedOperator, OperatorCall
 from daf.saved_tensors.ledger import Holding
@@ -129,7 +128,8 @@ class RowsHeld(NormSave):
         job = RowBackward(
             self._length, self._centred, gradient, x, self.gamma, self._scale, summing
         )
-        sums = backward_rows(self.read_values(), job)
+        with reading(self.read_values()) as (values, _):
+            sums = backend_of(gradient).backward_rows(values, job)
         if sums is None:
             return x, None, None
         weight = sums.products.float().view(self._shape) if needs[1] else None
@@ -141,7 +141,10 @@ def run_forward(norm: RowNorm, holder: InputHolder) -> tuple[Tensor, RowsHeld]:
     """Return the result, in the input's layout, and what backward needs."""
     out = layout_of(norm.x).empty()
     result = copied_affine(norm.weight, norm.bias, 1)
-    affine = unmeasured(norm.x, norm.length)
+    rows, device = norm.x.numel() // norm.length, norm.x.device
+    # In two tensors: a code frees the shift.
+    scale, shift = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    affine = Channels(scale, shift, norm.length)
     source = holder.normalise(norm.x, affine, NormOutput(out, result), norm.moments)
     kept_bytes = affine.nbytes if isinstance(source, Kept) else affine.scale.nbytes
     counted = holder.stored(result) if result is not None else None

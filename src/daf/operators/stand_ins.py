@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,23 +37,29 @@ OUTLIVED = "its result outlived a step"
 _UNFUSED = "run without fused operators (fused=False)"
 
 
-class DefersResults(Protocol):
-    """The part of a ``FusedOperator`` with deferred results that stand-ins need."""
+class DefersResults:
+    """The part of a ``FusedOperator`` that defers results: what stand-ins need of it.
 
-    table: FusionTable
+    ``alone`` is the pattern of a call that is no longer deferred.
+    """
 
-    @property
-    def alone(self) -> str:
-        """The pattern of a call that is not deferred."""
+    alone: ClassVar[str] = ""
 
-    def follow(self, call: Any) -> Tensor | None:
-        """Go on without the real tensor, or return None."""
+    def __init__(self) -> None:
+        self.table = FusionTable()
+
+    def follow(self, call: Any) -> Tensor | None:  # noqa: ARG002 - most defer nothing
+        """Return the result of a call that reads a stand-in; None: it needs the real tensor."""
+        return None
 
     def compute(self, deferred: Deferred) -> Tensor:
-        """Return the real tensor."""
+        """Return the real tensor in place of a stand-in."""
+        raise NotImplementedError
 
     def note_reader(self, site: CallSite, reader: str) -> None:
-        """Note that ``reader`` needs the real tensor."""
+        """Note that ``reader`` needs the real tensor; unless expected, defer the site no more."""
+        if self.table.pattern(site) != self.alone:
+            self.table.decide(site, self.alone, f"its result was also read by {reader}")
 
 
 @dataclass(eq=False)

@@ -26,7 +26,14 @@ from torch import Tensor
 from daf.codecs.codes import ElementsCode
 from daf.codecs.layout import layout_of
 from daf.kernels.devices import backend_of
-from daf.kernels.normalisation import Channels, Geometry, NormOutput, RunningStatistics, Statistics
+from daf.kernels.normalisation import (
+    Channels,
+    Geometry,
+    MaskedGradient,
+    NormOutput,
+    RunningStatistics,
+    Statistics,
+)
 from daf.operators.eligibility import (
     autocast_objection,
     autograd_objection,
@@ -34,8 +41,7 @@ from daf.operators.eligibility import (
     is_vector,
 )
 from daf.operators.fused_function import FusedFunction
-from daf.operators.norms.passes import sum_gradient, write_input_gradient
-from daf.operators.norms.save import NormSave, Source
+from daf.operators.norms.save import NormSave, Source, reading
 from daf.operators.operator_context import InputHolder
 from daf.saved_tensors.ledger import Holding
 from daf.saved_tensors.norm_inputs import channel_stride, copied_affine
@@ -81,16 +87,14 @@ class NormHeld(NormSave):
 
     @property
     def forward(self) -> Channels:
-        """The affine from the input to the normalised values."""
         return self.statistics.forward(self.geometry.inner)
 
     @property
     def inverse(self) -> Channels:
-        """The affine from the normalised values to the input."""
         return self.statistics.inverse(self.geometry.inner)
 
     def run_again(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
-        """Return PyTorch's own normalisation."""
+        """Return PyTorch's own result."""
         weight, bias = parameters
         return F.batch_norm(x, None, None, weight, bias, training=True, eps=self.epsilon)
 
@@ -109,20 +113,24 @@ class NormHeld(NormSave):
         self, gradient: Tensor, needs: Sequence[bool], *, owned: bool
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input, weight, bias and addend."""
-        values = self.read_values()
+        values, backend = self.read_values(), backend_of(gradient)
         mask = self.mask.content if self.mask else None
         addend = gradient if needs[3] else None
         if addend is not None and mask is not None and not owned:
             addend = self.layout.empty()
         written = addend if mask is not None else None
-        sums = sum_gradient(values, gradient, mask, written, self.geometry)
+        with reading(values, mask) as (source, planes):
+            given = MaskedGradient(gradient, planes, written)
+            sums = backend.sum_gradient(source, given, self.geometry)
         x, weight, bias = None, self._vector(needs[1]), self._vector(needs[2])
         vectors = (self.statistics.inverse_deviation, self.gamma, (weight, bias))
-        factors = backend_of(gradient).gradient_factors(sums, self.geometry, *vectors)
+        factors = backend.gradient_factors(sums, self.geometry, *vectors)
         if needs[0]:
             masked, mask = (addend, None) if addend is not None else (gradient, mask)
             x = gradient if owned and addend is None else self.layout.empty()
-            write_input_gradient(values, masked, mask, x, factors)
+            with reading(values, mask) as (source, planes):
+                given = MaskedGradient(masked, planes, x)
+                backend.write_input_gradient(source, given, factors)
         return x, weight, bias, addend
 
     def _vector(self, needed: bool) -> Tensor | None:

@@ -54,7 +54,6 @@ class BatchNormOperator(FusedOperator):
     alone = ALONE
 
     def begin(self, context: OperatorContext) -> None:
-        """Begin a step."""
         super().begin(context)
         self._observation = Observation()
         self._observed: tuple[CallSite, NormArguments] | None = None

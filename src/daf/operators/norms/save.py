@@ -1,21 +1,61 @@
-"""What fused normalisations hold for backward, by channel or by row."""
+"""What fused normalisations hold for backward, by channel or by row, and how it is read.
+
+Tensors are dense; float32 on the host, any float with a code on a device. Normalised values come
+from a code or from the input itself (:class:`KeptValues`).
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
-from daf.codecs.codes import ValueCode, Values
+from daf.codecs.codes import ElementsCode, ValueCode, Values, pinned
 from daf.codecs.layout import layout_of
 from daf.codecs.scratch import Scratch
-from daf.kernels.normalisation import Channels, KeptValues
+from daf.core.policy import Method, Treatment
+from daf.kernels.devices import backend_of
+from daf.kernels.normalisation import Channels, CodedValues, Decoding, KeptValues
 from daf.operators.fused_function import FusedSave
-from daf.operators.norms.passes import ComputedValues, NormValues
 from daf.saved_tensors.ledger import Holding, Ledger
 from daf.saved_tensors.packed_tensor import Kept, Stored
 
 Source = Stored[ValueCode] | Kept
+NormValues = ValueCode | KeptValues
+
+
+class ComputedValues(Values):
+    """The values of a resident input, recomputed when read: a whole code of no bytes."""
+
+    __slots__ = ("_forward", "_read", "count")
+    in_store = False
+    nbytes = 0
+    treatment = Treatment(Method.KEEP, 32)
+
+    def __init__(self, read: Callable[[], Tensor], count: int, forward: Channels) -> None:
+        self._read = read
+        self._forward = forward
+        self.count = count
+
+    def _write(self, decoding: Decoding) -> None:
+        """Write the values bit for bit as ``emit`` did."""
+        backend_of(decoding.out).derive(KeptValues(self._read(), self._forward), decoding)
+
+
+@contextmanager
+def reading(
+    values: NormValues, mask: ElementsCode | None = None
+) -> Iterator[tuple[CodedValues | KeptValues, Any]]:
+    """Pin normalised values, and a mask's planes, for kernels to read inside."""
+    with pinned(mask) as chosen:
+        if isinstance(values, KeptValues):
+            yield values, chosen
+            return
+        with values.planes.pinned() as planes:
+            yield values.at(planes), chosen
 
 
 class NormSave(FusedSave):
