@@ -15,7 +15,7 @@ endfunction()
 function(daf_add_kernels target)
   foreach(name arguments/channels arguments/pages instruction_sets/dispatch
           instruction_sets/kernels_portable norms/norm_channels norms/row_sums reductions/ranges
-          reductions/sums threads/openmp_team threads/parallel_for threads/passes)
+          reductions/sums threads/parallel_for threads/passes)
     target_sources(${target} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/${name}.cpp")
   endforeach()
   target_include_directories(${target} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}")

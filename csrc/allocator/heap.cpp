@@ -93,20 +93,12 @@ bool BlockHeap::reuse(uint64_t held_bytes, uint32_t* slot) {
   if (!close_enough(splits ? whole_bytes : found_bytes, held_bytes)) return false;
   *slot = std::get<2>(*found);
   if (splits) {
-    keep_first(*slot, count);
+    drop_first(*slot, count);  // the rest stays recycled with its age
+    blocks_[*slot].held_bytes = whole_bytes;
   } else {
     remove_recycled(*slot);
   }
   return true;
-}
-
-// Splits off the first `count` slots; the rest stays recycled with its age.
-void BlockHeap::keep_first(uint32_t slot, uint32_t count) {
-  const uint64_t first_bytes = count * slot_bytes;
-  const Block whole = blocks_[slot];
-  remove_recycled(slot);
-  insert_recycled(slot + count, whole.held_bytes - first_bytes, whole.stamp);
-  blocks_[slot].held_bytes = first_bytes;
 }
 
 // Fills a new range of slots: pages of recycled blocks first, the system's for the rest.

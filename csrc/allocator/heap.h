@@ -112,7 +112,6 @@ class BlockHeap {
   uint32_t gather_pages(uint32_t slot, uint32_t wanted);
   uint32_t move_from_oldest(uint32_t to, uint32_t wanted);
   bool charge(uint64_t bytes, bool must);
-  void keep_first(uint32_t slot, uint32_t count);
   void drop_first(uint32_t slot, uint32_t count);
   void make_live(uint32_t slot, uint64_t bytes, uint32_t label);
   void insert_recycled(uint32_t slot, uint64_t held_bytes, uint64_t stamp);

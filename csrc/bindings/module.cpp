@@ -2,7 +2,7 @@
 
 #include "bindings/bindings.h"
 #include "codecs/rotated_constants.h"
-#include "threads/team.h"
+#include "threads/threads.h"
 
 namespace nb = nanobind;
 

@@ -70,25 +70,14 @@ nb::list take_lost(Pool& pool) {
   return found;
 }
 
-nb::dict statistics(Pool& pool) {
+// The fields of daf.pool.views.PoolStatistics.
+nb::tuple statistics(Pool& pool) {
   const paging::Statistics now = pool.statistics();
-  nb::dict found;
-  found["payload_bytes"] = now.payload_bytes;
-  found["wasted_bytes"] = now.wasted_bytes;
-  found["free_bytes"] = now.free_bytes;
-  found["metadata_bytes"] = now.metadata_bytes;
-  found["cap_bytes"] = bytes_or_none(now.cap_bytes);
-  found["live_peak_bytes"] = now.live_peak_bytes;
-  found["held_peak_bytes"] = now.held_peak_bytes;
-  found["evictable_pages"] = now.evictable_pages;
-  found["live_pages"] = now.live_pages;
-  found["live_tensors"] = now.live_tensors;
-  found["evicted_pages"] = now.evicted_pages;
-  found["evicted_payload_bytes"] = now.evicted_payload_bytes;
-  found["grown_bytes"] = now.grown_bytes;
-  found["growths"] = now.growths;
-  found["returned_bytes"] = now.returned_bytes;
-  return found;
+  return nb::make_tuple(now.payload_bytes, now.wasted_bytes, now.free_bytes, now.metadata_bytes,
+                        bytes_or_none(now.cap_bytes), now.live_peak_bytes, now.held_peak_bytes,
+                        now.evictable_pages, now.live_pages, now.live_tensors, now.evicted_pages,
+                        now.evicted_payload_bytes, now.grown_bytes, now.growths,
+                        now.returned_bytes);
 }
 
 void bind_class(nb::module_& module) {
@@ -130,7 +119,6 @@ void bind_class(nb::module_& module) {
       .def("held_bytes", &Pool::held_bytes, unlocked())
       .def("live_tensors", &Pool::live_tensors, unlocked())
       .def("page_bytes", &Pool::page_bytes, unlocked())
-      .def("set_page_bytes", &Pool::set_page_bytes, unlocked())
       .def("take_evictions", &take_evictions)
       .def("take_lost", &take_lost)
       .def("resident_bytes", &Pool::resident_bytes, unlocked())

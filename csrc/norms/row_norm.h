@@ -9,19 +9,6 @@
 
 namespace {
 
-// Loads `left` lanes; the others are 0.
-DAF_INLINE V::F load_some(const float* from, size_t left) {
-  alignas(64) float room[V::lanes] = {};
-  std::memcpy(room, from, left * sizeof(float));
-  return V::load(room);
-}
-
-DAF_INLINE void store_some(float* to, V::F x, size_t count) {
-  alignas(64) float room[V::lanes];
-  V::store(room, x);
-  std::memcpy(to, room, count * sizeof(float));
-}
-
 // Calls part(place, lanes) for each vector of a row; the last may have fewer lanes.
 template <class Part>
 DAF_INLINE void each_vector_of_row(size_t length, Part&& part) {
@@ -31,9 +18,19 @@ DAF_INLINE void each_vector_of_row(size_t length, Part&& part) {
 }
 
 DAF_INLINE V::F load_part(const float* from, std::true_type) { return V::load(from); }
-DAF_INLINE V::F load_part(const float* from, size_t lanes) { return load_some(from, lanes); }
+// The other lanes are 0.
+DAF_INLINE V::F load_part(const float* from, size_t lanes) {
+  alignas(64) float room[V::lanes] = {};
+  std::memcpy(room, from, lanes * sizeof(float));
+  return V::load(room);
+}
+
 DAF_INLINE void store_part(float* to, V::F x, std::true_type) { V::store(to, x); }
-DAF_INLINE void store_part(float* to, V::F x, size_t lanes) { store_some(to, x, lanes); }
+DAF_INLINE void store_part(float* to, V::F x, size_t lanes) {
+  alignas(64) float room[V::lanes];
+  V::store(room, x);
+  std::memcpy(to, room, lanes * sizeof(float));
+}
 
 // Adds the sixteen lanes by halving strides.
 DAF_INLINE double fold_lanes(const V::D& lanes) {

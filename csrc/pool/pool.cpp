@@ -86,14 +86,6 @@ uint64_t Pool::group_of(uint64_t page_bytes) const {
   return options_.elsewhere ? page_bytes : std::max(page_bytes, Region::system_page_bytes());
 }
 
-bool Pool::set_page_bytes(uint64_t bytes) {
-  checked_page(bytes);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (now_.live_tensors) return false;
-  change_page_bytes(bytes);
-  return true;
-}
-
 void Pool::change_page_bytes(uint64_t bytes) {
   return_groups(backed_);
   free_ = empty_ = unbacked_ = Bitmap();

@@ -135,8 +135,6 @@ class Pool {
   uint64_t held_bytes();
   uint64_t live_tensors();
   uint64_t page_bytes();
-  // Changes the size of pages; false while anything lives.
-  bool set_page_bytes(uint64_t bytes);
   // True if all parts agree. For tests; O(pages).
   bool is_sound();
 

@@ -21,9 +21,7 @@ struct Vector {
   struct I {
     __m256i low, high;
   };
-  struct M {
-    __m256i low, high;  // all ones where set
-  };
+  using M = I;  // all ones where set
 
 // An operation on the registers of two operands.
 #define DAF_PAIRWISE(Result, name, Operand, operation)           \
@@ -38,6 +36,15 @@ struct Vector {
         _mm_##operation##_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)); \
     const __m128 two = _mm_##operation##_ps(four, _mm_movehl_ps(four, four));                 \
     return _mm_cvtss_f32(_mm_##operation##_ss(two, _mm_movehdup_ps(two)));                    \
+  }
+#define DAF_FOLD_INTEGERS(Result, name, operation)                                               \
+  DAF_INLINE Result name(I a) {                                                                  \
+    const __m256i eight = _mm256_##operation(a.low, a.high);                                     \
+    const __m128i four =                                                                         \
+        _mm_##operation(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));      \
+    const __m128i two = _mm_##operation(four, _mm_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2))); \
+    const __m128i one = _mm_##operation(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1)));   \
+    return Result(_mm_cvtsi128_si32(one));                                                       \
   }
 
   DAF_INLINE F load(const float* from) {
@@ -65,9 +72,8 @@ struct Vector {
     const I bits = as_integer(x);
     const I odd = bit_and(shift_right<16>(bits), set_integer(1));
     const I rounded = shift_right<16>(add_integer(add_integer(bits, set_integer(0x7FFF)), odd));
-    const __m256i packed = _mm256_packus_epi32(rounded.low, rounded.high);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
-                        _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)));
+    const __m256i packed = in_order(_mm256_packus_epi32(rounded.low, rounded.high));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), packed);
   }
   DAF_INLINE F load_float16(const uint16_t* from) {
     return {_mm256_cvtph_ps(load_halves(from)), _mm256_cvtph_ps(load_halves(from + 8))};
@@ -103,7 +109,11 @@ struct Vector {
     return {_mm256_cmpeq_epi32(_mm256_and_si256(all, low), low),
             _mm256_cmpeq_epi32(_mm256_and_si256(all, high), high)};
   }
-  DAF_INLINE uint16_t mask_bits(M m) { return sign_bits({m.low, m.high}); }
+  DAF_INLINE uint16_t mask_bits(M m) {
+    const int low = _mm256_movemask_ps(_mm256_castsi256_ps(m.low));
+    const int high = _mm256_movemask_ps(_mm256_castsi256_ps(m.high));
+    return uint16_t(low | high << 8);
+  }
   DAF_PAIRWISE(M, either, M, _mm256_or_si256)
   DAF_INLINE F select(M m, F yes, F no) {
     return {_mm256_blendv_ps(no.low, yes.low, _mm256_castsi256_ps(m.low)),
@@ -124,14 +134,7 @@ struct Vector {
   DAF_PAIRWISE(I, add_integer, I, _mm256_add_epi32)
   DAF_PAIRWISE(I, least_integer, I, _mm256_min_epu32)
   DAF_PAIRWISE(I, greatest_integer, I, _mm256_max_epu32)
-  DAF_INLINE uint32_t reduce_greatest(I a) {
-    const __m256i eight = _mm256_max_epu32(a.low, a.high);
-    const __m128i four =
-        _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-    const __m128i two = _mm_max_epu32(four, _mm_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2)));
-    const __m128i one = _mm_max_epu32(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1)));
-    return uint32_t(_mm_cvtsi128_si32(one));
-  }
+  DAF_FOLD_INTEGERS(uint32_t, reduce_greatest, max_epu32)
   template <int places>
   DAF_INLINE I shift_left(I a) {
     return {_mm256_slli_epi32(a.low, places), _mm256_slli_epi32(a.high, places)};
@@ -144,7 +147,7 @@ struct Vector {
   DAF_INLINE I round(F a) { return {_mm256_cvtps_epi32(a.low), _mm256_cvtps_epi32(a.high)}; }
   DAF_INLINE F to_float(I a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
   DAF_INLINE I add_where(I a, M m, uint32_t value) {
-    return bit_or(a, bit_and({m.low, m.high}, set_integer(value)));
+    return bit_or(a, bit_and(m, set_integer(value)));
   }
   DAF_INLINE M any_bit(I a, uint32_t value) {
     const I bit = set_integer(value), found = bit_and(a, bit);
@@ -271,13 +274,7 @@ struct Vector {
         _mm256_madd_epi16(shorts.x[4 * q + t], wide.x[4 * q + t]);
     return add_integer(add_integer(sums, {products[0], products[1]}), {products[2], products[3]});
   }
-  DAF_INLINE int32_t reduce_add(I a) {
-    const __m256i eight = _mm256_add_epi32(a.low, a.high);
-    const __m128i four =
-        _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2)));
-    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1))));
-  }
+  DAF_FOLD_INTEGERS(int32_t, reduce_add, add_epi32)
 
   // Sixteen binary64 numbers for sums. Products of widened numbers are exact: fma rounds as add.
   struct D {
@@ -372,11 +369,6 @@ struct Vector {
     return {_mm256_castps_si256(_mm256_cmp_ps(a.low, b.low, predicate)),
             _mm256_castps_si256(_mm256_cmp_ps(a.high, b.high, predicate))};
   }
-  DAF_INLINE uint16_t sign_bits(I a) {
-    const int low = _mm256_movemask_ps(_mm256_castsi256_ps(a.low));
-    const int high = _mm256_movemask_ps(_mm256_castsi256_ps(a.high));
-    return uint16_t(low | high << 8);
-  }
   DAF_INLINE __m256i pack_bytes(I a, I b) {
     const __m256i first = _mm256_packus_epi32(a.low, a.high);
     const __m256i second = _mm256_packus_epi32(b.low, b.high);
@@ -401,5 +393,6 @@ struct Vector {
 
 #undef DAF_PAIRWISE
 #undef DAF_FOLD
+#undef DAF_FOLD_INTEGERS
 
 }  // namespace

@@ -18,9 +18,7 @@ struct Vector {
   struct I {
     uint32x4_t part[4];
   };
-  struct M {
-    uint32x4_t part[4];  // all ones where set
-  };
+  using M = I;  // all ones where set
 
   // The four registers value(0) … value(3).
   template <class Result, class Each>

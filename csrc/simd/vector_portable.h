@@ -56,6 +56,13 @@ struct Vector {
     return each<Operand>(                                                             \
         [&](int i) { return a.lane[i] compares b.lane[i] ? a.lane[i] : b.lane[i]; }); \
   }
+// The lane that a comparison chooses.
+#define DAF_REDUCTION(Lane, name, Operand, compares)                                         \
+  DAF_INLINE Lane name(const Operand& a) {                                                   \
+    Lane result = a.lane[0];                                                                 \
+    for (int i = 1; i < lanes; ++i) result = a.lane[i] compares result ? a.lane[i] : result; \
+    return result;                                                                           \
+  }
 
   // Memory.
   DAF_INLINE F load(const float* from) { return copied<F>(from); }
@@ -102,16 +109,8 @@ struct Vector {
       for (int i = 0; i < width; ++i) a.lane[i] += a.lane[i + width];
     return a.lane[0];
   }
-  DAF_INLINE float reduce_least(F a) {
-    float result = a.lane[0];
-    for (int i = 1; i < lanes; ++i) result = a.lane[i] < result ? a.lane[i] : result;
-    return result;
-  }
-  DAF_INLINE float reduce_greatest(F a) {
-    float result = a.lane[0];
-    for (int i = 1; i < lanes; ++i) result = a.lane[i] > result ? a.lane[i] : result;
-    return result;
-  }
+  DAF_REDUCTION(float, reduce_least, F, <)
+  DAF_REDUCTION(float, reduce_greatest, F, >)
 
   // Comparison and choice.
   DAF_LANEWISE(M, greater, F, each_bit, >)
@@ -142,11 +141,7 @@ struct Vector {
   DAF_LANEWISE(I, add_integer, I, each<I>, +)
   DAF_CHOICE(I, least_integer, <)
   DAF_CHOICE(I, greatest_integer, >)
-  DAF_INLINE uint32_t reduce_greatest(I a) {
-    uint32_t result = 0;
-    for (int i = 0; i < lanes; ++i) result = a.lane[i] > result ? a.lane[i] : result;
-    return result;
-  }
+  DAF_REDUCTION(uint32_t, reduce_greatest, I, >)
   template <int places>
   DAF_INLINE I shift_left(I a) {
     return each<I>([&](int i) { return a.lane[i] << places; });
@@ -383,5 +378,6 @@ struct Vector {
 
 #undef DAF_LANEWISE
 #undef DAF_CHOICE
+#undef DAF_REDUCTION
 
 }  // namespace

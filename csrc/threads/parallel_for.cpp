@@ -1,12 +1,16 @@
 #include "threads/threads.h"
 
+#if defined(__linux__)
+#include <dlfcn.h>
+#include <pthread.h>
+#endif
+
 #include <atomic>
 #include <system_error>
 #include <thread>
 #include <vector>
 
 #include "threads/float_mode.h"
-#include "threads/team.h"
 
 namespace daf {
 namespace {
@@ -34,6 +38,89 @@ struct Work {
   }
 };
 
+}  // namespace
+
+#if defined(__linux__)
+namespace {
+
+// OpenMP as GCC's compiled code calls it; libgomp, libomp and libiomp5 have these names.
+struct Team {
+  void (*parallel)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
+  int (*most)();
+  int (*own_number)();
+  int (*is_inside)();
+};
+
+template <class Function>
+bool find(void* library, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  return function != nullptr;
+}
+
+// Finds them in the library that PyTorch was linked with, whatever others are loaded.
+bool find(Team& team) {
+  void* library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
+  if (!library) return false;
+  return find(library, "GOMP_parallel", team.parallel) &&
+         find(library, "omp_get_max_threads", team.most) &&
+         find(library, "omp_get_thread_num", team.own_number) &&
+         find(library, "omp_in_parallel", team.is_inside);
+}
+
+std::atomic<bool> forked{false};
+
+// A child process inherits no threads, and OpenMP would wait for its parent's for ever.
+const Team* the_team() {
+  static const Team* const found = []() -> const Team* {
+    static Team team;
+    if (!find(team)) return nullptr;
+    pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
+    return &team;
+  }();
+  return found && !forked.load(std::memory_order_relaxed) ? found : nullptr;
+}
+
+struct Call {
+  const Team& team;
+  Work& work;
+  int threads;
+};
+
+void join(void* opaque) {
+  const Call& call = *static_cast<const Call*>(opaque);
+  if (call.team.own_number() < call.threads) call.work.take_pieces();
+}
+
+}  // namespace
+
+int team_threads() {
+  const Team* team = the_team();
+  return team && !team->is_inside() ? team->most() : 0;
+}
+
+namespace {
+
+// On up to `threads` of PyTorch's, the caller included: always the whole team, since a smaller one
+// would end the other threads. False, with nothing done, if there are too few.
+bool run_on_team(Work& work, int threads) {
+  const int most = team_threads();
+  if (threads > most) return false;
+  Call call{*the_team(), work, threads};
+  call.team.parallel(join, &call, unsigned(most), 0);
+  return true;
+}
+
+}  // namespace
+
+#else
+
+int team_threads() { return 0; }
+static bool run_on_team(Work&, int) { return false; }
+
+#endif
+
+namespace {
+
 // On threads of the call's own where PyTorch's cannot be used; fewer if the system gives no more.
 void run_on_own_threads(Work& work, int threads) {
   std::vector<std::thread> helpers;
@@ -45,12 +132,10 @@ void run_on_own_threads(Work& work, int threads) {
   for (std::thread& helper : helpers) helper.join();
 }
 
-void take_pieces(void* work) { static_cast<Work*>(work)->take_pieces(); }
-
 bool run_pieces(Work&& work, int threads) {
   if (threads < 2)
     work.take_pieces();
-  else if (!run_on_team(take_pieces, &work, threads))
+  else if (!run_on_team(work, threads))
     run_on_own_threads(work, threads);
   return work.good;
 }

@@ -11,6 +11,10 @@ using RangeFunction = bool (*)(const void* data, size_t first, size_t last);
 // true if every call returned true.
 bool run_ranges(RangeFunction function, const void* data, size_t blocks, int threads);
 
+// Threads of PyTorch's team for this caller; 0 if it cannot be joined. They spin while waiting, so
+// another set would compete with them.
+int team_threads();
+
 // How many of `threads` threads `blocks` are worth; at least one.
 size_t useful_threads(size_t blocks, int threads);
 

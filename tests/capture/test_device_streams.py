@@ -83,7 +83,7 @@ def planes_everywhere(pool: DevicePagedStore, code: Any) -> int:
 
 def block_sizes(living: Iterable[Made]) -> Counter[int]:
     """Bytes of the blocks that PyTorch's allocator has lent for codes."""
-    blocks = [code.planes._blocks for _, code, _ in living]
+    blocks = [code.planes for _, code, _ in living]
     lent = (
         tensor for each in blocks for tensor in (each._stays, each.table, *each._may_go.values())
     )

@@ -138,7 +138,7 @@ def test_pages_lie_in_memory_that_is_their_tensor_s_and_apart(data) -> None:
         store.give_back(data.draw(st.sampled_from([0, 0, 1, 20_000])))
         all_spans = []
         for tensor, has_headers in living:
-            blocks = [tensor._blocks._stays, *tensor._blocks._may_go.values()]
+            blocks = [tensor._stays, *tensor._may_go.values()]
             owned = [(block.data_ptr(), block.data_ptr() + block.nbytes) for block in blocks]
             with tensor.pinned() as planes:
                 spans = used_spans(planes, has_headers)
@@ -147,7 +147,7 @@ def test_pages_lie_in_memory_that_is_their_tensor_s_and_apart(data) -> None:
         all_spans.sort()
         assert all(last <= first for (_, last), (first, _) in pairwise(all_spans))
         payload = store.statistics().payload_bytes
-        tables = sum(tensor._blocks.table.nbytes for tensor, _ in living)
+        tables = sum(tensor.table.nbytes for tensor, _ in living)
         assert store.lent_bytes == payload + tables <= store.live_bytes
     living.clear()
     del tensor
@@ -184,7 +184,7 @@ def test_the_least_important_plane_goes_as_a_whole_and_its_memory_with_it() -> N
 def test_memory_goes_back_when_the_last_reference_does() -> None:
     store = DevicePagedStore(CPU)
     tensor = held(store, 100_000, 2)
-    blocks = [weakref.ref(tensor._blocks._stays), weakref.ref(tensor._blocks._may_go[1])]
+    blocks = [weakref.ref(tensor._stays), weakref.ref(tensor._may_go[1])]
     assert all(block() is not None for block in blocks)
     store.give_back(1)
     assert blocks[1]() is None
@@ -205,13 +205,13 @@ def test_what_is_read_or_written_stays_until_then() -> None:
     tensor = store.allocate_planes(100_000, 3, minimum_bits=1, importance=IMPORTANCE[3])
     with writing(tensor):
         assert store.set_cap(1).pages == 0
-    assert not tensor._blocks._may_go
+    assert not tensor._may_go
     store.set_cap(None)
     tensor = held(store, 100_000, 3)
     with tensor.pinned():
         assert store.set_cap(1).pages == 0
-        assert set(tensor._blocks._may_go) == {1, 2}
-    assert not tensor._blocks._may_go
+        assert set(tensor._may_go) == {1, 2}
+    assert not tensor._may_go
     assert kept_bits(tensor) == 1
     with pytest.raises(KernelError, match="sealed"), writing(tensor):
         pass
@@ -256,7 +256,7 @@ def test_what_makes_room_for_a_newcomer_under_the_cap_is_gone_when_it_is_there()
     first = held(store, 100_000, 3, importance=[9.0, 1.0, 1.0])
     store.set_cap(store.statistics().held_bytes + plane_bytes(100_000, 1))
     newcomer = store.allocate_planes(100_000, 2, importance=[9.0, 9.0])
-    assert not first._blocks._may_go
+    assert not first._may_go
     with writing(newcomer) as planes:
         assert planes.is_whole
 
@@ -273,7 +273,7 @@ def test_a_newcomer_that_is_least_important_begins_with_fewer_planes() -> None:
     assert kept_bits(first) == 2
     whole = 4 * plane_bytes(100_000, 1) + header_bytes(100_000)
     assert plane_bytes(100_000, 1) + header_bytes(100_000) < newcomer.nbytes < whole
-    tables = sum(tensor._blocks.table.nbytes for tensor in (first, newcomer))
+    tables = sum(tensor.table.nbytes for tensor in (first, newcomer))
     assert store.lent_bytes == store.statistics().payload_bytes + tables
     with pytest.raises(PoolFullError, match="cap"):
         held(store, 10**7, 2)
@@ -310,7 +310,7 @@ def test_where_the_device_refuses_planes_make_room(monkeypatch: pytest.MonkeyPat
     store = DevicePagedStore(CPU)
     tensors = [held(store, 100_000, 3) for _ in range(4)]
     assert sum(kept_bits(tensor) for tensor in tensors) < 12
-    assert sum(tensor._blocks.nbytes for tensor in tensors) < 1.05 * short.limit_bytes
+    assert sum(tensor.nbytes for tensor in tensors) < 1.05 * short.limit_bytes
     while True:  # until all but the first planes went
         try:
             tensors.append(held(store, 100_000, 3))
@@ -337,7 +337,7 @@ def test_a_newcomer_makes_room_for_itself_where_others_are_worth_more(
     entries, _ = store.take_evictions()
     assert [(entry.tag, entry.plane) for entry in entries] == [(5, 3), (5, 2)]
     assert store.evicted_bytes == 2 * plane
-    assert newcomer.nbytes == 2 * plane + headers + newcomer._blocks.table.nbytes
+    assert newcomer.nbytes == 2 * plane + headers + newcomer.table.nbytes
     alone = DevicePagedStore(CPU)
     short.limit_bytes += 2 * plane + headers
     assert kept_bits(held(alone, 100_000, 4)) == 2
@@ -377,7 +377,7 @@ def test_another_thread_may_give_up_at_any_moment() -> None:
                 living.pop(turn % len(living))
             for tensor in living[-3:]:
                 with tensor.pinned() as planes:
-                    present = set(tensor._blocks._may_go)
+                    present = set(tensor._may_go)
                     assert present >= set(range(1, planes.kept))
                     assert len(set(places(planes))) == len(places(planes))
             assert all(tensor.nbytes > 0 for tensor in living)
@@ -394,17 +394,19 @@ def test_another_thread_may_give_up_at_any_moment() -> None:
 def test_bytes_may_be_asked_for_while_a_plane_goes() -> None:
     """Between two blocks that are counted, as if another thread came in there."""
     tensor = held(DevicePagedStore(CPU), 100_000, 4)
-    counted = tensor._blocks
+    drop_planes = weakref.WeakMethod(tensor.drop_planes)
 
     class Going:
         @property
         def nbytes(self) -> int:
-            counted.drop_planes(2)
+            drop = drop_planes()
+            assert drop is not None
+            drop(2)
             return 1
 
-    counted._may_go[1] = Going()  # type: ignore[assignment]
-    assert counted.nbytes > 0
-    assert set(counted._may_go) == {1}
+    tensor._may_go[1] = Going()  # type: ignore[assignment]
+    assert tensor.nbytes > 0
+    assert set(tensor._may_go) == {1}
 
 
 # --- several devices ------------------------------------------------------------------------
@@ -419,9 +421,10 @@ def test_all_devices_are_one_to_who_asks() -> None:
     plane = plane_bytes(100_000, 1)
     assert stores.give_back(2 * plane + 1) == 3 * plane
     assert (kept_bits(first), kept_bits(second)) == (1, 2)
-    assert stores.evicted_bytes == 3 * plane
-    entries, unlisted = stores.take_evictions()
-    assert ([entry.tag for entry in entries], unlisted) == ([1, 1, 2], 0)
+    assert sum(each.evicted_bytes for each in stores.all()) == 3 * plane
+    taken = [each.take_evictions() for each in stores.all()]
+    assert [[entry.tag for entry in entries] for entries, _ in taken] == [[1, 1], [2]]
+    assert [unlisted for _, unlisted in taken] == [0, 0]
     stores.set_cap(1)
     assert kept_bits(second) == 1
     assert stores.on(torch.device("cpu", 1)).statistics().cap_bytes == 1

@@ -54,23 +54,21 @@ def test_a_fitted_pool_changes_its_pages_only_while_empty() -> None:
 
 def test_pages_cannot_change_under_a_living_tensor() -> None:
     store = PagedStore()
-    tensor = store.allocate_planes(LARGE, 1)
-    assert not store.native.set_page_bytes(512)
+    tensor, in_pages_of_512 = store.allocate_planes(LARGE, 1), (LARGE, 1, 1, True, [0.0], 0, 512)
+    store.native.release(store.native.allocate(*in_pages_of_512), True)
     assert store.page_bytes == DEFAULT_PAGE_BYTES
     tensor.release()
-    assert store.native.set_page_bytes(512)
+    handle = store.native.allocate(*in_pages_of_512)
     assert store.page_bytes == 512
-    assert store.statistics().free_bytes == 0
-    again = store.allocate_planes(LARGE, 1)
     assert store.statistics().live_pages == LARGE // 8 // 512 + LARGE // 256 * 4 // 512
-    assert again.nbytes == 512 * store.statistics().live_pages
+    assert store.native.live_bytes(handle) == 512 * store.statistics().live_pages
     assert store.native.is_sound()
 
 
 def test_sizes_that_are_no_pages_are_refused() -> None:
     store = PagedStore()
     with pytest.raises(_native.pool.MisuseError, match="power of two"):
-        store.native.set_page_bytes(48)
+        store.native.allocate(LARGE, 1, 1, True, [0.0], 0, 48)
     with pytest.raises(KernelError):
         PagedStore(page_bytes=48)
 

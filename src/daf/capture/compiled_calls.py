@@ -30,16 +30,12 @@ _OURS: tuple[type[TorchFunctionMode], ...] = (OperatorMode, ForwardWatch)
 Around = Callable[[], AbstractContextManager[None]]
 
 
-def apart(compiled: CompiledModules, around: Around = nullcontext) -> AbstractContextManager[None]:
+@contextmanager
+def apart(compiled: CompiledModules, around: Around = nullcontext) -> Iterator[None]:
     """Run compiled modules inside without DAF's modes and within ``around()``.
 
     Compiled functions run eagerly. Backward passes need it too: they may run forward passes again.
     """
-    return _apart(compiled, around) if compiled.attributes else eagerly()
-
-
-@contextmanager
-def _apart(compiled: CompiledModules, around: Around) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(eagerly())
         for module, attribute in compiled.attributes.items():

@@ -87,7 +87,6 @@ class DeviceKeeper(Keeper):
         return max(0, self._memory.span_peak_bytes() - self._limit_bytes)
 
     def open(self) -> None:
-        """Read the device's size and the user's share; does nothing if open."""
         with _registry_lock, self._lock:
             if self._share_before is not None or self.is_retired:
                 return
@@ -98,7 +97,6 @@ class DeviceKeeper(Keeper):
             self._left.atexit = False  # the process's share ends with it
 
     def close(self) -> None:
-        """Restore the user's share."""
         with _registry_lock, self._lock:
             self._limit_bytes = None
             if self._left is not None:

@@ -14,6 +14,7 @@ import torch
 
 from daf.core.errors import PlatformError
 from daf.memory.account_meter import Meter
+from daf.memory.keeper import MemoryDomain
 
 # In PyTorch's order of reading.
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -59,7 +60,7 @@ def backend_of(device: torch.device) -> Backend:
     return found
 
 
-class DeviceMemory:
+class DeviceMemory(MemoryDomain):
     """One device's reserved bytes; ``backend``: its functions, by default ``backend_of`` it."""
 
     def __init__(self, device: torch.device, backend: Backend | None = None) -> None:
@@ -77,23 +78,15 @@ class DeviceMemory:
         return found or "its defaults"
 
     def held_bytes(self) -> int:
-        """Return the bytes reserved now."""
         return int(self._backend.memory_reserved(self.device))
 
     def account_bytes(self) -> int:
-        """Return the same: all of it is the allocator's."""
         return self.held_bytes()
 
     def peak_bytes(self) -> int:
-        """Return the most bytes reserved since ``reset_peak``."""
         return max(self._highest_bytes, int(self._backend.max_memory_reserved(self.device)))
 
-    def peak_and_swapped_bytes(self) -> tuple[int, int]:
-        """Return it and 0: nothing of a device is swapped out."""
-        return self.peak_bytes(), 0
-
     def reset_peak(self) -> None:
-        """Start a new peak."""
         self._highest_bytes = 0
         self._backend.reset_peak_memory_stats(self.device)
 
@@ -150,9 +143,7 @@ class DeviceMemory:
         self._backend.empty_cache()
 
     def wait(self) -> None:
-        """Wait until the device is idle."""
         self._backend.synchronize(self.device)
 
     def meter(self) -> Meter:
-        """Return a meter of exact peaks of bytes in use."""
         return Meter(self.allocated_bytes, self.take_allocated_peak)

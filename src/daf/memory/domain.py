@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import nn
 
 from daf.core.errors import PlatformError
 from daf.memory import account_meter, process_memory
-from daf.memory.account_meter import Meter
 from daf.memory.device_limit import DeviceKeeper
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.keeper import GiveBack, Keeper
+from daf.memory.keeper import MemoryDomain as MemoryDomain
 from daf.memory.process_limit import MemoryKeeper
 from daf.memory.statistics import stats
 from daf.torch_compat.modules import parameters_of
-
-
-class MemoryDomain(Protocol):
-    """Bytes of one memory, now and at peak; ``name`` is for messages."""
-
-    name: str
-
-    def held_bytes(self) -> int:
-        """Return the bytes held now, cached blocks included."""
-
-    def account_bytes(self) -> int:
-        """Return the part that a bounded allocator holds; the rest grows by itself."""
-
-    def peak_bytes(self) -> int:
-        """Return the most bytes held since ``reset_peak``."""
-
-    def peak_and_swapped_bytes(self) -> tuple[int, int]:
-        """Return the same, and the part of it that the system has swapped out by now."""
-        return self.peak_bytes(), 0
-
-    def reset_peak(self) -> object:
-        """Start a new peak."""
-
-    def wait(self) -> None:
-        """Wait until the device is idle, so that a clock is right."""
-
-    def meter(self) -> Meter:
-        """Return the best meter for peaks of single moments."""
 
 
 class ProcessMemory(MemoryDomain):

@@ -21,7 +21,7 @@ from daf._native import allocator as native
 from daf.memory.memory_events import Holder, MemoryEvent, holders_of, live_after, snapshot_of
 from daf.memory.statistics import join_label, split_label
 from daf.torch_compat.autograd_graph import running_node, sequence_number, sequence_number_of
-from daf.torch_compat.dispatch_mode import DispatchMode
+from daf.torch_compat.operator_mode import DispatchMode
 
 BEFORE = "(before recording)"
 _PICKLE_PROTOCOL = 4  # that PyTorch's viewer reads

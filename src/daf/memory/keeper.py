@@ -1,4 +1,4 @@
-"""The base of a budget's keepers, whatever memory the budget bounds."""
+"""What a budget's memory is, and the base of its keepers, whatever memory that is."""
 
 from __future__ import annotations
 
@@ -6,10 +6,40 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
+
+from daf.memory.account_meter import Meter
 
 Found = TypeVar("Found")
 GiveBack = Callable[[int], int]  # frees at least so many bytes of other memory, returns how many
+
+
+class MemoryDomain(Protocol):
+    """Bytes of one memory, now and at peak; ``name`` is for messages."""
+
+    name: str
+
+    def held_bytes(self) -> int:
+        """Return the bytes held now, cached blocks included."""
+
+    def account_bytes(self) -> int:
+        """Return the part that a bounded allocator holds; the rest grows by itself."""
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes held since ``reset_peak``."""
+
+    def peak_and_swapped_bytes(self) -> tuple[int, int]:
+        """Return the same, and the part of it that the system has swapped out by now."""
+        return self.peak_bytes(), 0
+
+    def reset_peak(self) -> object:
+        """Start a new peak."""
+
+    def wait(self) -> None:
+        """Wait until the device is idle, so that a clock is right."""
+
+    def meter(self) -> Meter:
+        """Return the best meter for peaks of single moments."""
 
 
 class Keeper(ABC):

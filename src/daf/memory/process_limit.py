@@ -82,11 +82,7 @@ class MemoryKeeper(Keeper):
         return max(0, int(most_bytes) - self._used_bytes)
 
     def reserve(self, needed_bytes: int) -> None:
-        """Make room for so much, of codes that may go.
-
-        Raises:
-            RuntimeError: there is none.
-        """
+        """Make room for so much, of codes that may go; RuntimeError: there is none."""
         with account_lock:
             if not self.recycles or self._claim.limit_bytes is None:
                 return

@@ -70,24 +70,21 @@ class Smooth(NamedTuple):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return f(x), a new tensor."""
-        if self.name == "gelu":
-            return torch.ops.aten.gelu(x, approximate=self.approximate)  # type: ignore[no-any-return]
-        return torch.ops.aten.silu(x)  # type: ignore[no-any-return]
+        found: Tensor = getattr(torch.ops.aten, self.name)(x, **self._options)
+        return found
 
     def apply_(self, x: Tensor) -> None:
         """Replace ``x`` by f(x)."""
-        if self.name == "gelu":
-            torch.ops.aten.gelu.out(x, approximate=self.approximate, out=x)
-        else:
-            torch.ops.aten.silu_(x)
+        getattr(torch.ops.aten, self.name).out(x, **self._options, out=x)
 
     def backward(self, gradient: Tensor, x: Tensor, out: Tensor) -> None:
         """Write ``gradient * f'(x)``; ``out`` may be ``gradient``."""
-        if self.name == "gelu":
-            backward = torch.ops.aten.gelu_backward.grad_input
-            backward(gradient, x, approximate=self.approximate, grad_input=out)
-        else:
-            torch.ops.aten.silu_backward.grad_input(gradient, x, grad_input=out)
+        backward = getattr(torch.ops.aten, f"{self.name}_backward").grad_input
+        backward(gradient, x, **self._options, grad_input=out)
+
+    @property
+    def _options(self) -> dict[str, str]:
+        return {"approximate": self.approximate} if self.name == "gelu" else {}
 
 
 def shared_treatment(linear: Treatment) -> Treatment | None:

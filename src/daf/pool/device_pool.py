@@ -35,17 +35,37 @@ Words = npt.NDArray[np.int64]
 
 
 class DevicePlaneTensor:
-    """One tensor's planes (and headers) on a device; sealed, they are evictable unless pinned."""
+    """One tensor's planes (and headers) on a device; sealed, they are evictable unless pinned.
 
-    def __init__(self, store: DevicePagedStore, numbers: PlaneTensor, blocks: _Blocks) -> None:
-        self._store = store
+    Their memory, and the table of their pages, are blocks of the current stream.
+    """
+
+    def __init__(
+        self, store: DevicePagedStore, numbers: PlaneTensor, stays: int, headers: bool
+    ) -> None:
+        """Allocate blocks for the numbered pages; the first ``stays`` planes are not evicted."""
+        anchor, fields = store.anchor, numbers.view.fields
+        words = [_plane_words(fields, plane) for plane in range(fields.kept)]
+        words.append(header_bytes(fields.elements) // 4 if headers else 0)
+        stay = [*range(min(stays, fields.kept)), fields.kept]  # the last are the headers
+        self._stays = _words_on(anchor.device, sum(words[part] for part in stay))
+        self._may_go = {
+            plane: _words_on(anchor.device, words[plane]) for plane in range(stays, fields.kept)
+        }
+        starts = {plane: _distance(anchor, block) for plane, block in self._may_go.items()}
+        where = _distance(anchor, self._stays)
+        before = accumulate((words[part] for part in stay[:-1]), initial=where)
+        starts |= dict(zip(stay, before, strict=True))
+        self.table = _copied(_table(fields, words, starts), anchor.device)
         self._numbers = numbers
-        self._blocks = blocks
+        self._store = store  # last: without it the numbers are the caller's to release
 
     @property
     def nbytes(self) -> int:
         """Resident bytes on the device, its page table included."""
-        return self._blocks.nbytes
+        # A list, since another thread may be evicting some.
+        evictable_bytes = sum(block.nbytes for block in list(self._may_go.values()))
+        return self._stays.nbytes + evictable_bytes + self.table.nbytes
 
     @contextmanager
     def filling(self) -> Iterator[DevicePlanes]:
@@ -64,44 +84,16 @@ class DevicePlaneTensor:
             yield self._planes(fields)
 
     def drop_planes(self, kept: int) -> None:
-        """Free all but the first ``kept`` planes."""
-        self._blocks.drop_planes(kept)
-
-    def _planes(self, fields: PageFields) -> DevicePlanes:
-        return paged_planes(self._store.anchor, self._blocks.table, fields)
-
-    def __del__(self) -> None:
-        self._store.release(self._numbers, self._blocks.table.nbytes)
-
-
-class _Blocks:
-    """Memory of a tensor's planes, and the table of its pages, on the current stream."""
-
-    def __init__(self, anchor: Tensor, fields: PageFields, stays: int, headers: bool) -> None:
-        """Allocate blocks for ``fields``; the first ``stays`` planes are not evicted."""
-        words = [_plane_words(fields, plane) for plane in range(fields.kept)]
-        words.append(header_bytes(fields.elements) // 4 if headers else 0)
-        stay = [*range(min(stays, fields.kept)), fields.kept]  # the last are the headers
-        whole = _words_on(anchor.device, sum(words[part] for part in stay))
-        self._may_go = {
-            plane: _words_on(anchor.device, words[plane]) for plane in range(stays, fields.kept)
-        }
-        self._stays = whole
-        starts = {plane: _distance(anchor, block) for plane, block in self._may_go.items()}
-        before = accumulate((words[part] for part in stay[:-1]), initial=_distance(anchor, whole))
-        starts |= dict(zip(stay, before, strict=True))
-        self.table = _copied(_table(fields, words, starts), anchor.device)
-
-    @property
-    def nbytes(self) -> int:
-        # A list, since another thread may be evicting some.
-        evictable_bytes = sum(block.nbytes for block in list(self._may_go.values()))
-        return self._stays.nbytes + evictable_bytes + self.table.nbytes
-
-    def drop_planes(self, kept: int) -> None:
         """Return all planes but the first ``kept`` to PyTorch's allocator."""
         for plane in [plane for plane in self._may_go if plane >= kept]:
             del self._may_go[plane]
+
+    def _planes(self, fields: PageFields) -> DevicePlanes:
+        return paged_planes(self._store.anchor, self.table, fields)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_store"):
+            self._store.release(self._numbers, self.table.nbytes)
 
 
 class DevicePagedStore:
@@ -190,11 +182,9 @@ class DevicePagedStore:
         return given.pages > 0
 
     def _placed(self, numbers: PlaneTensor, stays: int, headers: bool) -> DevicePlaneTensor:
-        anchor = self.anchor
         with self.home.at_home():
-            blocks = _Blocks(anchor, numbers.view.fields, stays, headers)
-        tensor = DevicePlaneTensor(self, numbers, blocks)
-        self._table_bytes += blocks.table.nbytes
+            tensor = DevicePlaneTensor(self, numbers, stays, headers)
+        self._table_bytes += tensor.table.nbytes
         self._living[numbers.handle] = tensor
         self._in_use[numbers.handle] += 1
         return tensor
@@ -287,22 +277,7 @@ class DeviceStores:
     @property
     def live_bytes(self) -> int:
         """Bytes held now."""
-        return sum(store.live_bytes for store in self._all())
-
-    @property
-    def evicted_bytes(self) -> int:
-        """Bytes of planes evicted since they began."""
-        return sum(store.evicted_bytes for store in self._all())
-
-    def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
-        """Return the evictions of all pools, as ``PagedStore.take_evictions`` does."""
-        entries: list[EvictedPlane] = []
-        unlisted = 0
-        for store in self._all():
-            found, more = store.take_evictions()
-            entries += found
-            unlisted += more
-        return tuple(entries), unlisted
+        return sum(store.live_bytes for store in self.all())
 
     def set_cap(self, cap_bytes: int | None) -> None:
         """Set the cap of each pool at once, and of pools to come."""
@@ -315,12 +290,13 @@ class DeviceStores:
     def give_back(self, nbytes: int) -> int:
         """Return memory to PyTorch's allocator, from one pool after the other; returns bytes."""
         returned = 0
-        for store in self._all():
+        for store in self.all():
             if returned < nbytes:
                 returned += store.give_back(nbytes - returned)
         return returned
 
-    def _all(self) -> list[DevicePagedStore]:
+    def all(self) -> list[DevicePagedStore]:
+        """Return the pools made so far."""
         with self._lock:
             return list(self._stores.values())
 

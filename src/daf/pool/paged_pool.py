@@ -185,11 +185,7 @@ class PagedStore:
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
         """Return up to 256 planes evicted since the last call, oldest first; and how many more."""
         entries, lost = self.native.take_evictions()
-        evicted = (
-            EvictedPlane(tag, handle, plane, pages, nbytes)
-            for tag, handle, plane, pages, nbytes in entries
-        )
-        return tuple(evicted), lost
+        return tuple(EvictedPlane(*each) for each in entries), lost
 
     def set_cap(self, cap_bytes: int | None) -> Evicted:
         """Set the cap at once and evict what is above it."""
@@ -221,7 +217,7 @@ class PagedStore:
 
     def statistics(self) -> PoolStatistics:
         """Return the current account."""
-        return PoolStatistics(**self.native.statistics())
+        return PoolStatistics(*self.native.statistics())
 
 
 def plane_importance(count: int, bits: int, weight: float = 1.0) -> list[float]:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.torch_compat.dispatch_mode import DispatchMode
-from daf.torch_compat.operator_mode import OperatorMode
+from daf.torch_compat.operator_mode import DispatchMode, OperatorMode
 
 _DROPOUT = torch.ops.aten.native_dropout.default
 _GOLDEN = 0.6180339887498949  # multiples of it spread evenly, so that loops over draws end

@@ -103,34 +103,23 @@ class CallState:
                 stack.enter_context(self._random.restored())
             for autocast in self._autocast:
                 stack.enter_context(autocast.restored())
-            stack.enter_context(self._training_restored())
-            stack.enter_context(self._tensors.frozen_as_then())
+            self._restore_training(stack)
+            self._tensors.freeze_as_then(stack)
             stack.enter_context(self._buffers_restored())
-            stack.enter_context(self._python_restored())
+            self._restore_python(stack)
             stack.enter_context(torch.enable_grad())
             yield
 
-    @contextmanager
-    def _training_restored(self) -> Iterator[None]:
-        parts = list(zip(self._module.modules(), self._training, strict=True))
-        changed = [(part, part.training) for part, then in parts if part.training != then]
-        try:
-            for part, then in parts:
+    def _restore_training(self, stack: ExitStack) -> None:
+        for part, then in zip(self._module.modules(), self._training, strict=True):
+            if part.training != then:
+                stack.callback(setattr, part, "training", part.training)
                 part.training = then
-            yield
-        finally:
-            for part, now in changed:
-                part.training = now
 
-    @contextmanager
-    def _python_restored(self) -> Iterator[None]:
-        now = PythonState(modules_of(self._module), self._objects)
-        try:
-            for change in self._changes:
-                change.undo()
-            yield
-        finally:
-            now.put_back()
+    def _restore_python(self, stack: ExitStack) -> None:
+        stack.callback(PythonState(modules_of(self._module), self._objects).put_back)
+        for change in self._changes:
+            change.undo()
 
     @contextmanager
     def _buffers_restored(self) -> Iterator[None]:

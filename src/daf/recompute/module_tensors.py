@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -101,18 +101,13 @@ class ModuleTensors:
                     "optimizer after backward, or do not replay this module"
                 )
 
-    @contextmanager
-    def frozen_as_then(self) -> Iterator[None]:
-        """Let exactly those tensors require gradients inside that did in the first pass."""
-        tensors = [(seen.tensor(), seen.requires_grad) for seen in self._seen]
-        changed = [(t, then) for t, then in tensors if t is not None and t.requires_grad != then]
-        try:
-            for tensor, then in changed:
+    def freeze_as_then(self, stack: ExitStack) -> None:
+        """Let exactly those tensors require gradients that did in the first pass, until it ends."""
+        for seen in self._seen:
+            tensor, then = seen.tensor(), seen.requires_grad
+            if tensor is not None and tensor.requires_grad != then:
+                stack.callback(tensor.requires_grad_, not then)
                 tensor.requires_grad_(then)
-            yield
-        finally:
-            for tensor, then in changed:
-                tensor.requires_grad_(not then)
 
 
 def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -161,13 +161,12 @@ class Replays:
     ) -> HeldInput:
         site = Site(path, "input", 0, index)
         constant = self.keeper.keep_constant(tensor, site)
-        if outer is None:
-            if constant is not None:
-                return HeldInput(constant, None, is_exact=True)
-            return self.keeper.hold_input(tensor, site)
         if constant is not None:
-            outer.skip()
+            if outer is not None:
+                outer.skip()
             return HeldInput(constant, None, is_exact=True)
+        if outer is None:
+            return self.keeper.hold_input(tensor, site)
         return HeldInput(outer.hold(tensor), None, outer.is_exact)
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from daf.pool.device_pool import DeviceStores
+from daf.pool.device_pool import DevicePagedStore, DeviceStores
 from daf.pool.store import Store
 
 
 class Evictions:
     """The evictions of stores; ``collect`` often, since a pool's list is bounded."""
 
-    def __init__(self, *stores: Store | DeviceStores) -> None:
-        self._stores = stores
+    def __init__(self, store: Store, devices: DeviceStores) -> None:
+        self._store, self._devices = store, devices
         self._listed: set[tuple[int, int]] = set()
         self._unlisted = 0
         self._bytes_before = self._collected_bytes = self._all_bytes()
@@ -34,7 +34,7 @@ class Evictions:
         return self._collected_bytes - self._bytes_before
 
     def _take(self) -> None:
-        for store in self._stores:
+        for store in self._all():
             entries, unlisted = store.take_evictions()
             self._unlisted += unlisted
             for entry in entries:
@@ -47,4 +47,7 @@ class Evictions:
         return len(self._listed) + self._unlisted
 
     def _all_bytes(self) -> int:
-        return sum(store.evicted_bytes for store in self._stores)
+        return sum(store.evicted_bytes for store in self._all())
+
+    def _all(self) -> list[Store | DevicePagedStore]:
+        return [self._store, *self._devices.all()]

@@ -1,4 +1,4 @@
-"""A function mode that passes every operator to a runner, and looks into backward passes."""
+"""Modes that see operators: one that passes each to a runner, and one below autograd."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode  # documented, but in a private module
 
 from daf.torch_compat.function_copies import with_globals
 
@@ -33,6 +34,17 @@ class OperatorMode(TorchFunctionMode):
             return self._run(func, args, kwargs or {})
         with self:
             return backward_pass(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Without the compiler, which PyTorch's own would import to shield a mode from it: 150 MB.
+
+    Models run eagerly under it (``eagerly``).
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def _without_dispatch(function: Any) -> Callable[..., Any]:

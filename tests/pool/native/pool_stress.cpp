@@ -121,7 +121,13 @@ void resize(int operations, uint64_t seed) {
     });
   running.emplace_back([&] {
     while (working)
-      for (const uint64_t page_bytes : {32, 1 << 20}) pool.set_page_bytes(page_bytes);
+      for (const uint64_t page_bytes : {32, 1 << 20}) {
+        const double importance = 0;
+        try {
+          pool.release(pool.allocate({1, 1, 1, false, &importance, 0, 0, page_bytes}), true);
+        } catch (const FullError&) {  // by a cap of a worker's
+        }
+      }
   });
   for (std::thread& each : running) each.join();
   pool.set_cap(no_cap);

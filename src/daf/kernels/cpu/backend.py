@@ -41,14 +41,15 @@ from daf.kernels.normalisation import (
 
 
 class CpuBackend(Backend):
-    """The backend of the processor, on all of PyTorch's threads."""
+    """The backend of the processor, on all of PyTorch's threads.
+
+    Each job is one pass over source or planes; backward decodes only the current block or row.
+    """
 
     def encode_values(self, code: CodedValues, encoding: Encoding) -> bool:
-        """Encode in one pass over the source."""
         return codecs.encode(code.codec, _reading(encoding, **_coded(code)))
 
     def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
-        """Decode in one pass over the resident planes."""
         codecs.decode(code.codec, _writing(decoding, code.elements, **_coded(code)))
 
     def encode_elements(self, source: Tensor, planes: Any, code: ElementCode) -> bool:
@@ -99,7 +100,6 @@ class CpuBackend(Backend):
         codecs.copy(job)
 
     def sum_gradient(self, values: Values, given: MaskedGradient, geometry: Geometry) -> Sums:
-        """Sum in one pass, decoding only the current block."""
         room, mask = _Room(geometry), _fields(given.mask)
         places = (given.gradient.data_ptr(), _pointer(given.written))
         _read_values(values, gradient=NormGradient(*places, sums=room.where, mask=mask))
@@ -122,14 +122,12 @@ class CpuBackend(Backend):
     def write_input_gradient(
         self, values: Values, given: MaskedGradient, factors: tuple[Channels, Channels]
     ) -> None:
-        """Write in one pass, decoding only the current block."""
         places = (given.gradient.data_ptr(), _pointer(given.written))
         of_value, of_gradient = (factor.pointers() for factor in factors)
         gradient = NormGradient(*places, of_value, of_gradient, mask=_fields(given.mask))
         _read_values(values, gradient=gradient)
 
     def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:
-        """Run backward in one pass, decoding only the current row."""
         threads, count = torch.get_num_threads(), job.gradient.numel()
         sums = Sums(*torch.empty(2, job.length, dtype=torch.float64)) if job.summing else None
         size_bytes = reductions.rows_workspace_bytes(count, job.length, threads)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from daf.core.code_format import BLOCK_ELEMENTS, block_count
-from daf.kernels import Codec, RangeStrategy
+from daf.kernels import Codec
 from daf.kernels.backend import PART_BYTES, Backend
 from daf.kernels.normalisation import (
     Channels,
@@ -29,7 +29,6 @@ from daf.kernels.normalisation import (
     Statistics,
     Sums,
     Values,
-    VectorGradients,
 )
 from daf.kernels.triton import channel_norm, codecs, reductions, row_norm
 from daf.kernels.triton.launch import elements_in
@@ -37,6 +36,9 @@ from daf.kernels.triton.launch import elements_in
 
 class TritonBackend(Backend):
     """The backend of GPUs, on the current stream of the tensors' device."""
+
+    measure_ranges = staticmethod(reductions.measure_ranges)
+    gradient_factors = staticmethod(channel_norm.channel_factors)
 
     def encode_values(self, code: CodedValues, encoding: Encoding) -> bool:
         """Measure, encode and write the output, by a kernel each; only the device knows of NaN."""
@@ -58,11 +60,6 @@ class TritonBackend(Backend):
 
     def decode_elements(self, planes: Any, out: Tensor, code: ElementCode) -> None:
         codecs.decode_elements(planes, _signed(_items(out)), _there(code, out.device))
-
-    def measure_ranges(
-        self, items: Tensor, strategy: RangeStrategy, channels: int, inner: int
-    ) -> tuple[Tensor, Tensor]:
-        return reductions.measure_ranges(items, strategy, channels, inner)
 
     def channel_statistics(
         self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
@@ -97,17 +94,6 @@ class TritonBackend(Backend):
         for part in self._parts(values, sums.span_blocks, items.device):
             sums.add(part, mask)
         return sums.totals()
-
-    def gradient_factors(
-        self,
-        sums: Sums,
-        geometry: Geometry,
-        inverse_deviation: Tensor,
-        gamma: Tensor | None,
-        gradients: VectorGradients,
-    ) -> tuple[Channels, Channels]:
-        read = (sums, geometry, inverse_deviation, gamma)
-        return channel_norm.channel_factors(*read, gradients)
 
     def write_input_gradient(
         self, values: Values, given: MaskedGradient, factors: tuple[Channels, Channels]

@@ -44,25 +44,25 @@ _Pair = tuple[Tensor, Tensor]  # of the least and of the greatest
 
 
 def measure_ranges(
-    source: Tensor, strategy: RangeStrategy, channels: int = 1, inner: int = 1
+    items: Tensor, strategy: RangeStrategy, channels: int = 1, inner: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Return the least and greatest element of each channel; (channels,) float32 each.
 
-    ``source`` is contiguous float32, bfloat16 or float16; channels are ``(i // inner) % channels``.
+    ``items`` are contiguous float32, bfloat16 or float16; channels are ``(i // inner) % channels``.
     -0 is below +0. A channel with a NaN has it for both ends, an empty one +inf and -inf.
     """
     check_member("strategy", strategy, tuple(RangeStrategy))
     check_channels(channels, inner)
-    elements, kind = patterns(source, source.numel())
-    programs, tiles = _cut(source.numel(), channels, 1 if channels == 1 else inner)
-    least, greatest = (torch.empty(channels, device=source.device, **_KEYS) for _ in range(2))
+    elements, kind = patterns(items, items.numel())
+    programs, tiles = _cut(items.numel(), channels, 1 if channels == 1 else inner)
+    least, greatest = (torch.empty(channels, device=items.device, **_KEYS) for _ in range(2))
     is_alone = programs == 1
     shape = (programs, channels)
-    keys = (least, greatest) if is_alone else _places_of_keys(strategy, shape, source.device)
+    keys = (least, greatest) if is_alone else _places_of_keys(strategy, shape, items.device)
     on_device(
         reduce_ranges,
         (programs, -(-channels // tiles["COLUMNS"])),
-        source.device,
+        items.device,
         source=elements,
         least=keys[0],
         greatest=keys[1],

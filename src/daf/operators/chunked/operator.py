@@ -24,21 +24,17 @@ class ChunkedOperators(FusedOperator):
 
     def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
         """Return the chunked operator; its own name names its sites."""
-        chosen = self._chosen(call)
-        if chosen is None:
+        pack, chunk_bytes = self.context.hooks.hook, self.context.policy.chunk_bytes
+        chosen = products.chunked_product(call, pack, chunk_bytes)
+        if chosen is None and attention.is_chunkable(call, pack, chunk_bytes):
+            chosen = attention.attention
+        if chosen is not None:
+            chosen = _with(chunk_bytes, chosen)
+        elif attention.is_many_headed(call):
+            chosen = attention.multi_head_attention(pack, chunk_bytes)
+        else:
             return None
         return partial(self.context.hooks.run, chosen, call.arguments, call.keywords)
-
-    def _chosen(self, call: OperatorCall) -> Callable[..., Any] | None:
-        pack, chunk_bytes = self.context.hooks.hook, self.context.policy.chunk_bytes
-        product = products.chunked_product(call, pack, chunk_bytes)
-        if product is not None:
-            return _with(chunk_bytes, product)
-        if attention.is_chunkable(call, pack, chunk_bytes):
-            return _with(chunk_bytes, attention.attention)
-        if attention.is_many_headed(call):
-            return attention.multi_head_attention(pack, chunk_bytes)
-        return None
 
 
 def _with(chunk_bytes: int | None, operator: Callable[..., Any]) -> Callable[..., Any]:
