@@ -35,6 +35,7 @@ from daf_bench.cli_output import (
     show,
 )
 from daf_bench.cli_peers import peers_command
+from daf_bench.cli_values import values_command
 from daf_bench.kernels import bit_packing, device_codecs
 from daf_bench.kernels import reductions as reduce_bench
 from daf_bench.kernels import run as kernels_bench
@@ -64,6 +65,7 @@ app.command("peers")(peers_command)
 app.command("conformance")(conformance_command)
 app.command("faults")(faults_command)
 app.command("doors")(doors_command)
+app.command("values")(values_command)
 
 
 @app.callback()

@@ -118,6 +118,7 @@ class Capture:
             Evictions(store, devices),
             Scratch(),
             ParameterReads(),
+            {},
         )
 
     @contextmanager
@@ -194,6 +195,8 @@ class Capture:
             unpack = unpacker(self._state.scratch)
             unpack = unpack if watcher is None else watched(unpack, watcher)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+            if running.recorder is not None and not compiled.attributes:  # compilers trace modes
+                stack.enter_context(running.recorder)
             yield
             if operators:
                 operators.finish()

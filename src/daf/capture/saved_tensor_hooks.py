@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from daf.core.errors import CodecError
-from daf.core.policy import DERIVED, KEEP, Need, Policy, Site, Treatment
+from daf.core.policy import DERIVED, KEEP, RECOMPUTE, Need, Policy, Site, Treatment
 from daf.recompute.holder import ReplayKeeper
+from daf.recompute.recipe import RecipeMaker
 from daf.recompute.replay import ReplayLog, Replays
+from daf.recompute.values import ValueRecorder
 from daf.saved_tensors.backward_rules import name_saves, need_of, parameter_behind
 from daf.saved_tensors.ledger import Plain, Source, Unmade, strided_parts
 from daf.saved_tensors.observation import Save, Watcher
@@ -70,6 +72,10 @@ class SavedTensorHooks:
         self.key = mix_key(*key_parts)
         keeper = ReplayKeeper(state, self._hold, self.is_constant)
         self.replays = Replays(model, policy.replayed, keeper, replay_log)
+        self.recorder = ValueRecorder() if policy.recomputes else None
+        self._recipes = (
+            RecipeMaker(self.recorder, state, self.is_constant) if self.recorder else None
+        )
         self._pending: list[SavedTensor] | None = None  # None: no operator is running
         self._unsettled: list[SavedTensor] = []  # of what runs or just returned
         self.hook = _weakly(self.pack)
@@ -224,6 +230,10 @@ class SavedTensorHooks:
         treatment = self._policy.treatment(need, record.site)
         if not is_treatable(tensor):
             return self._state.packer.keep(tensor, saved.version, site, sources), KEEP
+        if treatment == KEEP and self._recipes is not None:
+            again = self._recipes.recomputed(tensor, saved.version, site)
+            if again is not None:
+                return again, RECOMPUTE
         key = record.code_key(self.key)
         weight, tag = self._policy.weight(site), record.name_hash
         source, rederive = sources[0], self._policy.rederive

@@ -43,6 +43,7 @@ class Method(StrEnum):
     REDERIVE = "rederive"  # from what is held for another operator; else kept
     SPILL = "spill"
     REPLAY = "replay"
+    RECOMPUTE = "recompute"  # by forward's operations, from what is kept; no plan names a site
     RANGED = "ranged"  # a published baseline; no plan chooses it
     REGISTERED = "registered"  # by a codec from outside the library
 
@@ -74,7 +75,7 @@ class Treatment:
         return self.method in (Method.ROTATED, Method.MINMAX)
 
 
-KEEP = Treatment(Method.KEEP)
+KEEP, RECOMPUTE = Treatment(Method.KEEP), Treatment(Method.RECOMPUTE)
 
 SMALL_BYTES = 4096  # smaller tensors are kept: their codes' headers and objects cost as much
 
@@ -113,6 +114,7 @@ class Policy:
     weights: Mapping[Site, float] = field(default_factory=lambda: MappingProxyType({}))
     replayed: frozenset[str] = frozenset()  # modules that keep inputs only; backward runs them
     chunk_bytes: int | None = None
+    recomputes: bool = False  # what is kept: from what is kept anyway, where that is cheap
 
     @property
     def fused(self) -> bool:
@@ -236,7 +238,7 @@ def policy_for(bits: int | str) -> Policy:
     if bits == "plain":
         return plain_policy()
     if bits == "exact":
-        return exact_policy()
+        return replace(exact_policy(), recomputes=True)
     if isinstance(bits, bool) or not isinstance(bits, (int, str)):
         raise ValueError(f"asked for bits={bits!r}; give 1 to 8, 'exact', 'plain' or '4-bit'")
     if isinstance(bits, int):

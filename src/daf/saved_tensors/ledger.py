@@ -202,6 +202,12 @@ class Sources:
             self._alive[address] = weakref.ref(source)
         return source
 
+    def kept_at(self, address: int, kind: type[Found]) -> Found | None:
+        """Return what keeps the storage at this address, which lives, for backward; or None."""
+        reference = self._alive.get(address)
+        source = reference() if reference is not None else None
+        return None if source is None else source.recall("kept by", kind)
+
     def of_parts(self, tensor: Tensor) -> tuple[Source, ...]:
         """Return the sources of the strided tensors that a tensor consists of."""
         return tuple(map(self.of, strided_parts(tensor)))

@@ -127,6 +127,11 @@ class Kept(PackedTensor):
             )
         return self._tensor
 
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor as it is now."""
+        return self._tensor
+
     def restore_part(self, first: int, last: int) -> Tensor:
         """Return entries [first, last) of the first dimension, a view."""
         return self.restore(Scratch())[first:last]

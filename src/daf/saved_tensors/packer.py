@@ -129,7 +129,10 @@ class Packer:
     ) -> PackedTensor:
         """Hold the tensor itself; each storage it consists of is counted once."""
         holdings = tuple(kept_holding(source, self._ledger) for source in sources)
-        return Kept(tensor, version, site, holdings)
+        kept = Kept(tensor, version, site, holdings)
+        if len(sources) == 1:
+            sources[0].remember("kept by", kept)
+        return kept
 
     def _try(self, job: PackRequest) -> PackedTensor | None:
         if job.tensor._version != job.saved.version:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from daf.codecs.coder import Coder
@@ -26,3 +27,4 @@ class SavedTensorState(NamedTuple):
     evictions: Evictions
     scratch: Scratch
     parameter_reads: ParameterReads
+    proven_recipes: dict[Hashable, bool]  # by site and operations: whether they repeat themselves

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,23 @@ from daf.core.replaced import Replaced
 
 NO_TASK = -1  # of :func:`graph_task`: no backward pass runs on this thread
 
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 without_torch_function = torch._C.DisableTorchFunction  # inside, no function mode sees operators
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run aten operations as they run below autograd and autocast, seen by no mode."""
+    # Made where they are entered: these guards act from then on.
+    with (
+        torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._DisableTorchDispatch(),
+        without_torch_function(),
+    ):
+        yield
 
 
 def sequence_number() -> int:

@@ -1,0 +1,34 @@
+"""``daf bench values``: exact recomputation beside plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from daf_bench.cli_output import (
+    JsonOption,
+    OnlyOption,
+    OutOption,
+    QuickOption,
+    counted_progress,
+    keep,
+    rows_beside,
+    show,
+)
+from daf_bench.values import run
+from daf_bench.workloads import named_workloads
+
+
+def values_command(
+    out: OutOption = None,
+    only: OnlyOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare exact recomputation with plain PyTorch: saved bytes, step time, gradients."""
+    job = run.quick_job() if quick else run.ValuesJob()
+    if only is not None:
+        job = replace(job, workloads=named_workloads(only))
+    with counted_progress() as progress:
+        result = run.run(job, rows_beside(out), progress)
+    keep(result, out)
+    show(result, as_json=as_json)

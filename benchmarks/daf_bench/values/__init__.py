@@ -1,0 +1,1 @@
+"""Exact recomputation by the graph of values, beside plain PyTorch."""

@@ -1,0 +1,162 @@
+"""``daf bench values``: what exact recomputation saves of each workload, and what it costs.
+
+``compress(bits="exact")`` and plain PyTorch take a forward and a backward pass in turn, on the same
+model and batch, the whole batch at once. Plain runs twice, so that the same beside itself says what
+the machine's noise is. Gradients are compared bit for bit, from the same random state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+import daf
+from daf.core.policy import Method
+from daf.step.microbatch import read_loss
+from daf_bench.doors.interval import LEAST_PAIRS, interval_of
+from daf_bench.harness.result import BenchResult
+from daf_bench.harness.row_log import Row, RowLog
+from daf_bench.workloads import find_workload
+from daf_bench.workloads.sources import Sources, default_sources
+from daf_bench.workloads.trainable import Trainable
+
+# The workloads, by the names of their models in the figures.
+MODELS: Mapping[str, str] = MappingProxyType(
+    {
+        "w1": "resnet18",
+        "w2a": "resnet50",
+        "w2b": "densenet121",
+        "w2c": "mobilenet_v2",
+        "w3": "bert_small",
+        "w4": "gpt2",
+    }
+)
+MOST_STEP = 1.15  # of plain's, at which saved bytes count
+MOST_WIDTH = 0.04  # design, section 9
+PLAIN, EXACT, AGAIN = "plain", "exact", "plain again"
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesJob:
+    """``pairs`` of each, more while an interval is too wide, ``most_pairs`` at most."""
+
+    workloads: tuple[str, ...] = tuple(MODELS)
+    pairs: int = LEAST_PAIRS
+    most_pairs: int = 40
+    is_small: bool = False
+    sources: Sources = field(default_factory=default_sources)
+
+
+def quick_job() -> ValuesJob:
+    """Small inputs: seconds each; times say little."""
+    return ValuesJob(most_pairs=LEAST_PAIRS, is_small=True)
+
+
+def run(
+    job: ValuesJob, rows_file: Path | None = None, on_progress: Report = lambda *_: None
+) -> BenchResult:
+    """Run it, going on where ``rows_file`` ends."""
+    described = {**asdict(replace(job, sources=Sources())), "sources": job.sources.described()}
+    log = RowLog(rows_file, described)
+    for place, name in enumerate(job.workloads):
+
+        def report(what: str, name: str = name, place: int = place) -> None:
+            on_progress(f"{name}: {what}", place, len(job.workloads))
+
+        log.row(name, lambda: _row(job, name, report))  # noqa: B023
+    notes = (
+        f"forward and backward on {torch.get_num_threads()} threads; data: "
+        f"{job.sources.described()}",
+        f"*_saved_ratio_115: plain's saved bytes over ours, 0 where the step takes more than "
+        f"{MOST_STEP} of plain's (near end)",
+    )
+    return BenchResult("values", log.rows, figures_of(log.rows), notes)
+
+
+def _row(job: ValuesJob, name: str, report: Callable[[str], None]) -> Row:
+    report("loading")
+    work = find_workload(name).load(job.sources, job.is_small).build()
+    ours = daf.compress(work.model, bits="exact")
+    ways = {PLAIN: nullcontext(), EXACT: ours, AGAIN: nullcontext()}
+    report("gradients")
+    gradients = {label: _gradient(work, way) for label, way in ways.items()}
+    stats, sites = ours.stats, ours.sites()
+    found: dict[str, list[float]] = {label: [] for label in ways}
+    while _wants_more(job, found):
+        count = len(found[PLAIN])
+        report(f"pair {count + 1} of {job.pairs} or more")
+        for label in list(ways) if count % 2 == 0 else [*reversed(ways)]:
+            found[label].append(_pass_ms(work, ways[label]))
+    return {
+        "workload": name,
+        "model": MODELS.get(name, name),
+        "saved_bytes_plain": stats.plain_peak_bytes,
+        "saved_bytes": stats.held_peak_bytes,
+        "recomputed": sum(each.treatment.method is Method.RECOMPUTE for each in sites),
+        "is_repeatable": _equal(gradients[PLAIN], gradients[AGAIN]),
+        "is_equal": _equal(gradients[PLAIN], gradients[EXACT]),
+        "ms": found,
+    }
+
+
+def _gradient(work: Trainable, way: AbstractContextManager[object]) -> list[Tensor]:
+    _pass_ms(work, way)
+    found = [each.grad for each in work.model.parameters()]
+    return [each.clone() for each in found if each is not None]
+
+
+def _pass_ms(work: Trainable, way: AbstractContextManager[object]) -> float:
+    batch = work.batch(0)
+    work.model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    start_s = time.perf_counter()
+    with way:
+        loss = read_loss(work.task.loss(work.model, batch), work.order.batch_size).mean
+    loss.backward()  # type: ignore[no-untyped-call]
+    return 1000.0 * (time.perf_counter() - start_s)
+
+
+def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def _ratios(found: dict[str, list[float]]) -> Iterator[tuple[str, list[float]]]:
+    for label in (EXACT, AGAIN):
+        pairs = zip(found[label], found[PLAIN], strict=True)
+        yield label, [one / other for one, other in pairs]
+
+
+def _wants_more(job: ValuesJob, found: dict[str, list[float]]) -> bool:
+    count = len(found[PLAIN])
+    if count < job.pairs:
+        return True
+    widest = max(interval_of(each).half_width for _, each in _ratios(found))
+    return count < job.most_pairs and widest > MOST_WIDTH
+
+
+def figures_of(rows: list[Row]) -> dict[str, float]:
+    """The figures; of intervals the near ends."""
+    figures: dict[str, float] = {}
+    intervals = [{label: interval_of(r) for label, r in _ratios(row["ms"])} for row in rows]
+    for row, found in zip(rows, intervals, strict=True):
+        ratio = row["saved_bytes_plain"] / row["saved_bytes"]
+        within = found[EXACT].low <= MOST_STEP
+        figures[f"{row['model']}_saved_ratio_115"] = ratio if within else 0.0
+        figures[f"{row['model']}_step"] = found[EXACT].middle
+    widths = [each.half_width for found in intervals for each in found.values()]
+    return {
+        **figures,
+        "step_worst": max((found[EXACT].low for found in intervals), default=float("nan")),
+        "plain_over_itself_worst": max((e[AGAIN].low for e in intervals), default=float("nan")),
+        "width_worst": max(widths, default=float("nan")),
+        "compared": sum(row["is_repeatable"] for row in rows),
+        "mismatches": sum(row["is_repeatable"] and not row["is_equal"] for row in rows),
+    }

@@ -1,0 +1,335 @@
+"""Recipes: how a saved tensor is computed again from tensors that are held anyway.
+
+A recipe's leaves are constants, tensors kept for other readers, or ones smaller than what they
+yield. What lies between is computed again by the same aten operations, hence to the same bits:
+``RecipeMaker`` proves that where a site has a recipe for the first time, and a fingerprint is
+compared each time after.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from daf.codecs.scratch import Scratch
+from daf.core.errors import SavedTensorError
+from daf.core.policy import SMALL_BYTES, Site
+from daf.recompute.fingerprint import Fingerprint
+from daf.recompute.values import Geometry, Operand, Operation, Value, ValueRecorder, in_place
+from daf.saved_tensors.ledger import Holding, Ledger, Source
+from daf.saved_tensors.packed_tensor import Kept, PackedTensor
+from daf.saved_tensors.packer import kept_holding
+from daf.saved_tensors.state import SavedTensorState
+from daf.torch_compat.autograd_graph import below_autograd
+from daf.torch_compat.pytree import map_nest
+
+# Bytes that a recipe writes, of its result's: a normalisation, an addition and a ReLU write three
+# times as much. Longer chains are cut: each of their links would be computed from the start.
+MOST_WORK = 11.0
+# Beside pointwise operations and reductions: what takes no longer than its bytes do to write. All
+# of a result must be defined, which is not so everywhere (CTC's table).
+_NAMES = """
+_fused_rms_norm _log_softmax _prelu_kernel _softmax _to_copy arange avg_pool2d cat clone copy
+constant_pad_nd cumsum embedding flip full full_like gather glu hardswish index index_select
+max_pool2d_with_indices native_batch_norm native_group_norm native_layer_norm new_full new_ones
+new_zeros ones ones_like pixel_shuffle pixel_unshuffle prelu repeat roll scatter select_scatter
+slice_scatter stack tril triu upsample_bilinear2d upsample_nearest2d zeros zeros_like
+"""
+_CHEAP = frozenset(_NAMES.split())
+# Constants up to this are copied: parameters of normalisations may change before backward.
+MOST_COPIED_BYTES = 1 << 16
+_CONCATENATE = torch.ops.aten.cat.default
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class _Leaf:
+    """A tensor that is held; ``source``: its memory, None of a constant."""
+
+    value: Value
+    tensor: Tensor
+    source: Source | None
+    ledger: Ledger
+    version: int = 0
+    holding: Holding | None = None
+
+    def hold(self) -> None:
+        """Hold the tensor; of a small constant, which may change before backward, a copy."""
+        self.version = self.tensor._version
+        if self.source is not None:
+            self.holding = kept_holding(self.source, self.ledger)
+        elif self.value.nbytes <= MOST_COPIED_BYTES:
+            self.copy()
+        self.value.readers.append(weakref.ref(self))
+
+    def copy(self) -> None:
+        """Hold a copy from now on; autograd lets a program write over what only we hold."""
+        if self.holding is None or self.source is not None:
+            storage = self.tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+            geometry = Geometry.of(self.tensor)
+            self.tensor = geometry.within(torch.empty(0, dtype=geometry.dtype).set_(storage))
+            self.version, self.source = self.tensor._version, None
+            self.holding = Holding(self.ledger, self.value.nbytes)
+
+    def compute(self, _results: _Results) -> Tensor:
+        if self.tensor._version != self.version:
+            raise SavedTensorError(
+                f"a tensor {list(self.tensor.shape)} from which a saved one is computed again was "
+                "changed in place between forward and backward, where DAF does not see it; clone "
+                "it before, or train without recomputation (policy='plain')"
+            )
+        return self.tensor
+
+
+class _Input(NamedTuple):
+    """A node's tensor, in the geometry in which the next step reads it."""
+
+    of: _Leaf | _Step
+    geometry: Geometry
+
+
+@dataclass(eq=False, slots=True)
+class _Step:
+    """An operation to run again; inputs stand for tensors in its nest of arguments."""
+
+    operation: Operation
+    inputs: Any
+    output: int
+    geometry: Geometry
+
+    def compute(self, results: _Results) -> Tensor:
+        """Return the result, of the geometry that it had; ``results``: those of shared steps."""
+        if self in results.known:
+            return results.known[self]
+        arguments, keywords = map_nest(_Input, results.of, self.inputs)
+        overwriting = in_place(self.operation.function) if self._may_overwrite(results) else None
+        made = (overwriting or self.operation.function)(*arguments, **keywords)
+        found: Tensor = made[self.output] if isinstance(made, (tuple, list)) else made
+        if Geometry.of(found) != self.geometry:
+            raise SavedTensorError(f"{self.operation.function} gave {Geometry.of(found)} this time")
+        if results.readers[self] > 1:
+            results.known[self] = found
+        return found
+
+    def _may_overwrite(self, results: _Results) -> bool:
+        """True if the first argument is a result that nothing else reads, like this one."""
+        first = self.inputs[0][0] if self.inputs[0] else None
+        if not isinstance(first, _Input) or not isinstance(first.of, _Step):
+            return False
+        is_alike = first.geometry == first.of.geometry == self.geometry
+        return is_alike and results.readers[first.of] == 1
+
+
+@dataclass(eq=False, slots=True)
+class _Results:
+    """The results of one run that several steps read."""
+
+    readers: Counter[_Leaf | _Step]
+    known: dict[_Step, Tensor] = field(default_factory=dict)
+
+    def of(self, read: _Input) -> Tensor:
+        """Return an input's tensor."""
+        return read.geometry.within(read.of.compute(self))
+
+
+class _Found(NamedTuple):
+    """How to get a value, and the bytes that this writes."""
+
+    node: _Step
+    work_bytes: int
+
+
+class Recomputed(PackedTensor):
+    """A saved tensor that its recipe computes again."""
+
+    __slots__ = ("_alive_bytes", "_fingerprint", "_input", "_ledger", "_place", "_readers", "_site")
+
+    def __init__(self, found: _Found, tensor: Tensor, site: Site, ledger: Ledger) -> None:
+        super().__init__()
+        self._input = _Input(found.node, Geometry.of(tensor))
+        self._readers = Counter(_read_in(found.node))
+        self._alive_bytes = _alive_bytes(found.node)
+        self._site = site
+        self._ledger = ledger
+        self._place = zlib.crc32(str(site).encode())
+        self._fingerprint = Fingerprint.sampled(tensor, self._place)
+
+    def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002 - operations allocate themselves
+        """Return the tensor; SavedTensorError if it is not the one saved."""
+        alive = Holding(self._ledger, self._alive_bytes)
+        found = self.compute()
+        del alive
+        if bool(Fingerprint.sampled(found, self._place).differs(self._fingerprint)):
+            raise SavedTensorError(
+                f"the tensor saved at {self._site} was computed again for backward, and is not "
+                "what forward computed: an operation did something else the second time; train "
+                "without recomputation (policy='plain')"
+            )
+        return found
+
+    def compute(self) -> Tensor:
+        """Run the recipe, whatever modes are in force."""
+        with below_autograd():
+            return _Results(self._readers).of(self._input)
+
+
+def _read_in(node: _Leaf | _Step) -> Iterator[_Leaf | _Step]:
+    """Yield every node once for each step that reads it."""
+    seen: set[_Leaf | _Step] = set()
+    todo = [node]
+    while todo:
+        each = todo.pop()
+        yield each
+        if isinstance(each, _Step) and each not in seen:
+            seen.add(each)
+            todo += _nodes_of(each)
+
+
+def _alive_bytes(node: _Leaf | _Step) -> int:
+    """Return the bytes alive beside leaves when most are: a step's results and what it reads."""
+    if isinstance(node, _Leaf):
+        return 0
+    read = dict.fromkeys(_nodes_of(node))
+    made = sum(each.operation.made_bytes for each in read if isinstance(each, _Step))
+    return max([node.operation.made_bytes + made, *map(_alive_bytes, read)])
+
+
+def _nodes_of(step: _Step) -> list[_Leaf | _Step]:
+    found: list[_Leaf | _Step] = []
+    map_nest(_Input, lambda each: found.append(each.of), step.inputs)
+    return found
+
+
+class RecipeMaker:
+    """Makes recipes in one step's forward pass; ``is_constant``: tells whose memory stays."""
+
+    def __init__(
+        self,
+        recorder: ValueRecorder,
+        state: SavedTensorState,
+        is_constant: Callable[[Tensor], bool],
+    ) -> None:
+        self._recorder = recorder
+        self._state = state
+        self._is_constant = is_constant
+
+    def recomputed(self, tensor: Tensor, version: int, site: Site) -> Recomputed | None:
+        """Return what computes a saved tensor again; None: that does not pay, or differs."""
+        with below_autograd():  # what is done here is not the program's, and not recorded
+            return self._recomputed(tensor, version, site)
+
+    def _recomputed(self, tensor: Tensor, version: int, site: Site) -> Recomputed | None:
+        if tensor._version != version or _is_kept(self._state.sources.of(tensor)):
+            return None
+        value = self._recorder.value_of(tensor)
+        found = _Search(self, MOST_WORK * value.nbytes).made(value)
+        if found is None:
+            return None
+        leaves = [e for e in dict.fromkeys(_read_in(found.node)) if isinstance(e, _Leaf)]
+        more = {e.source for e in leaves if e.source is not None and not _is_kept(e.source)}
+        # A concatenation's parts serve the next one too.
+        most = value.nbytes if found.node.operation.function is _CONCATENATE else value.nbytes - 1
+        if sum(each.nbytes for each in more) > most:
+            return None
+        for each in leaves:
+            each.hold()
+            if each.source is None and each.holding is None:
+                self._state.parameter_reads.note(each.tensor, each)
+        made = Recomputed(found, tensor, site, self._state.ledger)
+        return made if self._repeats(made, found.node, tensor, site) else None
+
+    def _repeats(self, made: Recomputed, node: _Leaf | _Step, tensor: Tensor, site: Site) -> bool:
+        """True if the recipe gives the saved tensor's bits, which is tried once a site and form."""
+        steps = (each for each in dict.fromkeys(_read_in(node)) if isinstance(each, _Step))
+        key = (site, tuple(each.operation.function for each in steps))
+        proven = self._state.proven_recipes
+        if key not in proven:
+            try:
+                again = Fingerprint.whole(made.compute())
+                proven[key] = not bool(again.differs(Fingerprint.whole(tensor)))
+            except (SavedTensorError, RuntimeError):  # another geometry, or types that do not mix
+                proven[key] = False
+        return proven[key]
+
+    def leaf(self, operand: Operand) -> _Leaf | None:
+        """Return an operand as a leaf, if its memory lives and shows the same value still."""
+        if not self._recorder.is_current(operand.value):
+            return None
+        tensor, sources = operand.tensor(), self._state.sources
+        if tensor is None:
+            kept = sources.kept_at(operand.value.address, Kept)
+            tensor = None if kept is None else kept.tensor
+        if tensor is None:
+            return None
+        source = None if self._is_constant(tensor) else sources.of(tensor)
+        return _Leaf(operand.value, tensor.detach(), source, self._state.ledger)
+
+
+class _Search:
+    """Looks for one value's recipe within so many bytes of work."""
+
+    def __init__(self, maker: RecipeMaker, most_work: float) -> None:
+        self._maker = maker
+        self._most_work = most_work
+        self._work_bytes = 0
+        self._known: dict[Value, _Leaf | _Step] = {}
+
+    def made(self, value: Value) -> _Found | None:
+        """Return how the value's own operation makes it again, cheaply; or None."""
+        node = self._step(value)
+        return None if node is None else _Found(node, self._work_bytes)
+
+    def _step(self, value: Value) -> _Step | None:
+        operation, geometry = value.operation, value.geometry
+        if operation is None or geometry is None or not is_cheap(operation.function):
+            return None
+        before = self._work_bytes
+        self._work_bytes += operation.made_bytes
+        try:
+            if self._work_bytes > self._most_work:
+                raise _UnavailableError
+            inputs = map_nest(Operand, self._input, operation.nest)
+        except _UnavailableError:
+            self._work_bytes = before
+            return None
+        return _Step(operation, inputs, value.output, geometry)
+
+    def _input(self, operand: Operand) -> _Input:
+        if operand.value not in self._known:
+            self._known[operand.value] = self._node(operand)
+        return _Input(self._known[operand.value], operand.geometry)
+
+    def _node(self, operand: Operand) -> _Leaf | _Step:
+        leaf = self._maker.leaf(operand)
+        is_free = leaf is not None and (leaf.source is None or _is_kept(leaf.source))
+        if is_free or (leaf is not None and operand.value.nbytes < SMALL_BYTES):
+            return leaf  # type: ignore[return-value]
+        found = self._step(operand.value) or leaf
+        if found is None:
+            raise _UnavailableError
+        return found
+
+
+class _UnavailableError(Exception):
+    """An operand is neither alive nor made again within the work allowed."""
+
+
+def _is_kept(source: Source) -> bool:
+    return source.recall("kept", Holding) is not None
+
+
+@lru_cache(maxsize=4096)
+def is_cheap(function: Any) -> bool:
+    """True if an operation takes no longer than what it writes does to write."""
+    schema = getattr(function, "_schema", None)
+    if schema is None:
+        return True  # a function of ours
+    tags = {torch.Tag.pointwise, torch.Tag.reduction}
+    return schema.name.partition("::")[2] in _CHEAP or not tags.isdisjoint(function.tags)

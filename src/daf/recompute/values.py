@@ -1,0 +1,246 @@
+"""The graph of values: which aten operation made each tensor of a forward pass, from what.
+
+A value is the content of a whole storage between two writes. Views are the same value in another
+geometry. An operation that writes in place makes a new value, as its functional form would.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from daf.codecs.layout import is_dense
+from daf.torch_compat.dispatch_mode import DispatchMode
+from daf.torch_compat.pytree import map_nest, tensors_in_batch
+
+
+class Geometry(NamedTuple):
+    """Where a tensor lies in its storage; offset and strides in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Geometry:
+        """Return a strided tensor's geometry."""
+        offset = int(tensor.storage_offset())
+        return cls(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
+
+    def within(self, whole: Tensor) -> Tensor:
+        """Return the tensor of this geometry in the storage of ``whole``."""
+        if self == Geometry.of(whole):
+            return whole
+        if whole.dtype != self.dtype:
+            whole = torch.empty(0, dtype=self.dtype).set_(whole.untyped_storage())
+        return torch.as_strided(whole, self.shape, self.stride, self.offset)
+
+
+class Operation(NamedTuple):
+    """One call of an aten operation; ``nest``: arguments and keywords, operands for tensors."""
+
+    function: Callable[..., Any]
+    nest: Any
+    made_bytes: int
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Value:
+    """The content of a storage; ``operation``: what made it, None where that is not known."""
+
+    address: int
+    nbytes: int
+    operation: Operation | None = None
+    output: int = 0
+    geometry: Geometry | None = None  # of the operation's result
+    readers: list[weakref.ref[Any]] = field(default_factory=list)  # that need it whatever comes
+
+    def before_write(self) -> None:
+        """Let readers copy what they need, since the storage is about to change."""
+        for reference in self.readers:
+            reader = reference()
+            if reader is not None:
+                reader.copy()
+        self.readers.clear()
+
+
+class Operand(NamedTuple):
+    """A tensor that an operation read: a value in some geometry."""
+
+    value: Value
+    geometry: Geometry
+    tensor: weakref.ref[Tensor]
+
+
+class _Kind(Enum):
+    """What an operation does with memory."""
+
+    VIEW = auto()  # returns its input's memory, or writes nothing new
+    PURE = auto()  # returns new memory that its arguments determine
+    IN_PLACE = auto()  # writes its first argument alone
+    OPAQUE = auto()  # anything else
+
+
+class ValueRecorder(DispatchMode):
+    """Records the values of what runs inside, on this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._values: dict[int, tuple[StorageWeakRef, Value]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        for each in _written(func, args, keywords) if func._schema.is_mutable else ():
+            if each.layout is torch.strided:
+                self.value_of(each).before_write()
+        result = func(*args, **keywords)
+        self._note(func, args, keywords, result)
+        return result
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """Return the value that a strided tensor shows now."""
+        storage = tensor.untyped_storage()
+        known = self._values.get(storage._cdata)
+        if known is None:
+            return self._put(storage, _unknown(storage))
+        return known[1]
+
+    def is_current(self, value: Value) -> bool:
+        """True if the value's storage still shows it."""
+        known = self._values.get(value.address)
+        return known is not None and known[1] is value
+
+    def operand(self, tensor: Tensor) -> Operand:
+        """Return the operand that a strided tensor is now."""
+        return Operand(self.value_of(tensor), Geometry.of(tensor), weakref.ref(tensor))
+
+    def _put(self, storage: torch.UntypedStorage, value: Value) -> Value:
+        # The weak reference reserves the address: an equal one means the same storage.
+        self._values[storage._cdata] = (StorageWeakRef(storage), value)  # type: ignore[no-untyped-call]
+        return value
+
+    def _note(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
+        kind, called = _kind(function)
+        if kind is _Kind.VIEW:
+            return
+        results = tensors_in_batch(result)
+        if kind is _Kind.OPAQUE or not all(map(_is_plain, tensors_in_batch((arguments, keywords)))):
+            for each in (*results, *_written(function, arguments, keywords)):
+                if each.layout is torch.strided:
+                    storage = each.untyped_storage()
+                    self._put(storage, _unknown(storage))
+            return
+        operands: Any = map_nest(Tensor, self.operand, (arguments, keywords))
+        operation = Operation(called, operands, sum(each.nbytes for each in results))
+        for place, each in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
+            if isinstance(each, Tensor) and each.layout is torch.strided:
+                self._note_result(operation, place, each)
+        if function is _BATCH_NORM and arguments[5]:
+            self._note_normalised(arguments, result)
+
+    def _note_normalised(self, arguments: Any, result: Sequence[Tensor]) -> None:
+        """Note a batch normalisation's result as made from its statistics, which backward keeps."""
+        y, mean, inverse_deviation = result
+        nest: Any = ((*arguments[:3], mean, inverse_deviation), {})
+        operation = Operation(normalised, map_nest(Tensor, self.operand, nest), y.nbytes)
+        self._note_result(operation, -1, y)
+        for each in (mean, inverse_deviation):  # running statistics would be updated once more
+            self.value_of(each).operation = None
+
+    def _note_result(self, operation: Operation, place: int, result: Tensor) -> None:
+        storage = result.untyped_storage()
+        value = _unknown(storage)
+        if result.nbytes == value.nbytes and is_dense(result):
+            value.operation, value.output, value.geometry = operation, place, Geometry.of(result)
+        self._put(storage, value)
+
+
+def _unknown(storage: torch.UntypedStorage) -> Value:
+    return Value(storage._cdata, storage.nbytes())
+
+
+_BATCH_NORM = torch.ops.aten.native_batch_norm.default
+
+
+def normalised(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mean: Tensor, inverse_deviation: Tensor
+) -> tuple[Tensor]:
+    """Return what ``native_batch_norm`` in training makes of ``x``, whose statistics are known.
+
+    It multiplies by one number a channel and adds another, each rounded once
+    (``batch_norm_cpu_collect_linear_and_constant_terms``); ``addcmul`` rounds alike.
+    """
+    scale = inverse_deviation if gamma is None else inverse_deviation * gamma
+    beta = torch.zeros_like(scale) if beta is None else beta
+    shift = torch.addcmul(beta, mean, scale, value=-1)
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    return (torch.addcmul(shift.view(shape), x, scale.view(shape)),)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_ordinary = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_inference()
+    return is_ordinary and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _written(function: Any, arguments: Any, keywords: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an operation writes, by its schema."""
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = arguments[place] if place < len(arguments) else keywords.get(argument.name)
+            yield from tensors_in_batch(given)
+
+
+# Their results are undefined, or somebody else's.
+_UNDEFINED = ("empty", "new_empty", "resize", "set_", "_reshape_alias", "_to_copy.out")
+
+
+@lru_cache(maxsize=4096)
+def _kind(function: Any) -> tuple[_Kind, Any]:
+    """Return what an operation does with memory, and the one that makes the same value anew."""
+    schema = function._schema
+    aliases = [each.alias_info for each in (*schema.arguments, *schema.returns) if each.alias_info]
+    name = schema.name.partition("::")[2]
+    is_known = function.namespace == "aten" and not name.startswith(_UNDEFINED)
+    if not is_known or torch.Tag.nondeterministic_seeded in function.tags:
+        return _Kind.OPAQUE, function
+    if not aliases:
+        return _Kind.PURE, function
+    if not any(each.is_write for each in aliases):
+        return _Kind.VIEW, function
+    functional = _functional(function, name)
+    return (_Kind.OPAQUE, function) if functional is None else (_Kind.IN_PLACE, functional)
+
+
+def _functional(function: Any, name: str) -> Any | None:
+    """Return the overload that returns what an in-place one writes, with the same arguments."""
+    arguments = function._schema.arguments
+    written = [each for each in arguments if each.alias_info and each.alias_info.is_write]
+    if not name.endswith("_") or written != arguments[:1]:
+        return None
+    found = _twin(function, name.removesuffix("_"))
+    return None if found is None or torch.Tag.nondeterministic_seeded in found.tags else found
+
+
+@lru_cache(maxsize=4096)
+def in_place(function: Any) -> Any | None:
+    """Return the overload that writes an operation's result over its first argument, or None."""
+    schema = getattr(function, "_schema", None)
+    return None if schema is None else _twin(function, schema.name.partition("::")[2] + "_")
+
+
+def _twin(function: Any, name: str) -> Any | None:
+    """Return the aten overload of another name that takes the same arguments, or None."""
+    found = getattr(getattr(torch.ops.aten, name, None), function._overloadname, None)
+    if found is None:
+        return None
+    names = [[each.name for each in one._schema.arguments] for one in (found, function)]
+    return found if names[0] == names[1] else None

@@ -1,0 +1,334 @@
+"""Saved tensors that are computed again by forward's own operations, from what is kept anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import daf
+from daf.core.errors import SavedTensorError
+from daf.core.policy import Method
+from daf.recompute.values import normalised
+
+Loss = Callable[[Any], Tensor]
+
+
+def gradients(model: nn.Module, loss: Loss, context: Any = None) -> list[Tensor]:
+    """The gradients of one step, whose random numbers are always the same."""
+    model.zero_grad()
+    torch.manual_seed(5)
+    if context is None:
+        loss(model).backward()
+    else:
+        with context:
+            found = loss(model)
+        found.backward()
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+def check(model: nn.Module, loss: Loss) -> dict[str, Method]:
+    """Compare two exact steps with plain PyTorch's, bit for bit; return each site's method."""
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    expected = gradients(model, loss)
+    after = {name: each.clone() for name, each in model.state_dict().items()}
+    exact = daf.compress(model, bits="exact")
+    for _ in range(2):
+        model.load_state_dict(state)
+        found = gradients(model, loss, exact)
+        assert len(found) == len(expected)
+        assert all(map(torch.equal, found, expected))
+        assert all(torch.equal(each, after[name]) for name, each in model.state_dict().items())
+    return {str(each.site): each.treatment.method for each in exact.sites()}
+
+
+def block(kind: type[nn.Module] = nn.ReLU, **options: Any) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        kind(**options),
+        nn.Conv2d(16, 8, 3),
+        nn.Flatten(),
+        nn.Linear(8 * 14 * 14, 4),
+    )
+
+
+def images(model: nn.Module, scale: float = 1.0) -> Tensor:
+    torch.manual_seed(1)
+    return model(scale * torch.randn(4, 3, 16, 16)).square().mean()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_convolutions_input_behind_norm_and_relu_is_computed_from_the_norms_input(
+    inplace: bool,
+) -> None:
+    methods = check(block(inplace=inplace), images)
+    assert methods["3:conv2d#0[0]"] is Method.RECOMPUTE
+    assert methods["1:batch_norm#0[0]"] is Method.KEEP
+    assert methods["2:relu#0[0]"] is Method.MASK
+
+
+@pytest.mark.parametrize("kind", [nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.ELU, nn.Hardswish])
+def test_activations_are_computed_again(kind: type[nn.Module]) -> None:
+    assert check(block(kind), images)["3:conv2d#0[0]"] is Method.RECOMPUTE
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_known_statistics_give_batch_norms_bits(affine: bool, layout: torch.memory_format) -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)
+        x = (3.0 * torch.randn(5, 7, 9, 11) - 40.0).contiguous(memory_format=layout)
+        gamma, beta = (torch.randn(7), torch.randn(7)) if affine else (None, None)
+        y, mean, deviation = torch.native_batch_norm(x, gamma, beta, None, None, True, 0.1, 1e-5)
+        (again,) = normalised(x, gamma, beta, mean, deviation)
+        assert torch.equal(again, y)
+        assert again.stride() == y.stride()
+
+
+def test_running_statistics_advance_once() -> None:
+    model = block()
+    plain = block()
+    plain.load_state_dict(model.state_dict())
+    gradients(plain, images)
+    gradients(model, images, daf.compress(model, bits="exact"))
+    assert torch.equal(model[1].running_var, plain[1].running_var)
+    assert model[1].num_batches_tracked == plain[1].num_batches_tracked == 1
+
+
+class Dense(nn.Module):
+    """Concatenations of concatenations: what each keeps, the next one has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8 * (i + 1)) for i in range(4)])
+        self.convs = nn.ModuleList([nn.Conv2d(8 * (i + 1), 8, 3, padding=1) for i in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [F.conv2d(x, self.convs[0].weight[:, :3], padding=1)]
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            features.append(conv(F.relu(norm(torch.cat(features, 1)))))
+        return torch.cat(features, 1)
+
+
+def test_concatenations_hold_their_parts_once() -> None:
+    model = Dense()
+    methods = check(model, images)
+    assert [methods[f"norms.{i}:batch_norm#0[0]"] for i in (1, 2, 3)] == [Method.RECOMPUTE] * 3
+    exact = daf.compress(model, bits="exact")
+    with exact:
+        loss = images(model)
+    part = 4 * 8 * 16 * 16 * 4  # bytes of eight channels
+    held = exact.stats.held_bytes
+    # The four features that are read, the result, whose last part is gone; masks and statistics.
+    assert (4 + 5) * part <= held < 10 * part
+    assert exact.stats.plain_bytes > 2.0 * held
+    loss.backward()
+    assert exact.stats.held_bytes == 0
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1) for _ in range(8)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8) for _ in range(8)])
+        self.first = nn.Conv2d(3, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.relu(norm(conv(x)).add_(x))
+        return x
+
+
+def test_a_residual_chain_is_cut() -> None:
+    methods = check(Residual(), images)
+    found = [methods[f"convs.{i}:conv2d#0[0]"] for i in range(1, 8)]
+    assert Method.KEEP in found  # or each would be computed from the first
+    assert found.count(Method.RECOMPUTE) >= 4
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(50, 64), nn.Parameter(torch.randn(12, 64))
+        self.norms = nn.ModuleList([nn.LayerNorm(64) for _ in range(2)])
+        self.heads, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places
+        q, k, v = self.heads(self.norms[0](x)).view(-1, 12, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(found.transpose(1, 2).reshape(-1, 12, 64))
+        return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
+
+
+def words(model: nn.Module) -> Tensor:
+    torch.manual_seed(2)
+    return model(torch.randint(0, 50, (8, 12))).square().mean()
+
+
+def test_a_transformer_keeps_what_products_made() -> None:
+    methods = check(Transformer(), words)
+    for site in ("heads:linear#0[0]", "up:linear#0[0]", "down:linear#0[0]"):
+        assert methods[site] is Method.RECOMPUTE
+    assert methods["norms.0:layer_norm#0[1]"] is Method.RECOMPUTE  # from words and places
+
+
+def test_functions_without_modules_get_the_same() -> None:
+    kernel = nn.Parameter(torch.randn(8, 3, 3, 3))
+    other = nn.Parameter(torch.randn(4, 8, 3, 3))
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel, self.other = kernel, other
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.batch_norm(F.conv2d(x, self.kernel), None, None, training=True)
+            return F.conv2d(F.relu(y), self.other)
+
+    methods = check(Holder(), images)
+    assert methods["<model>:conv2d#1[0]"] is Method.RECOMPUTE
+
+
+def test_autocasts_copies_are_computed_again() -> None:
+    def loss(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return images(model)
+
+    assert check(block(nn.GELU), loss)["3:conv2d#0[0]"] is Method.RECOMPUTE
+
+
+def test_what_was_random_is_not_computed_again() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.5), nn.Linear(256, 64), nn.RReLU())
+
+    def loss(model: nn.Module) -> Tensor:
+        return model(torch.ones(64, 64)).square().mean()
+
+    methods = check(model, loss)
+    assert methods["2:linear#0[0]"] is Method.KEEP
+
+
+class WritesOver(nn.Module):
+    """Writes over a tensor that only a recipe needs, as autograd allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        joined = torch.cat([y, y], 1)
+        result = self.two(joined)
+        y.mul_(0.0)
+        return result
+
+
+def test_what_is_written_over_later_is_copied_before() -> None:
+    methods = check(WritesOver(), lambda model: model(torch.ones(64, 64)).square().mean())
+    assert methods["two:linear#0[0]"] is Method.RECOMPUTE
+
+
+def test_what_changes_unseen_is_an_error_and_no_other_gradient() -> None:
+    model = WritesOver()
+    kept: list[Tensor] = []
+    model.one.register_forward_hook(lambda _module, _inputs, result: kept.append(result))
+    with daf.compress(model, bits="exact"):
+        y = model.one(torch.ones(64, 64))
+        loss = model.two(torch.cat([y, y], 1)).square().mean()
+    with torch.no_grad():
+        kept[0].zero_()
+    with pytest.raises(SavedTensorError, match="changed in place"):
+        loss.backward()
+
+
+def test_a_tensor_that_numpy_changed_is_an_error() -> None:
+    model = WritesOver()
+    with daf.compress(model, bits="exact"):
+        y = model.one(torch.ones(64, 64))
+        loss = model.two(torch.cat([y, y], 1)).square().mean()
+    y.detach().numpy()[:] = 0.0
+    with pytest.raises(SavedTensorError, match="did something else"):
+        loss.backward()
+
+
+def test_a_norms_parameters_may_change_before_backward() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+
+    def bias_changed(context: Any) -> Tensor:
+        model.zero_grad()
+        model.load_state_dict(state)
+        with context:
+            loss = model(torch.ones(64, 64) * torch.arange(64).view(64, 1)).square().mean()
+        with torch.no_grad():
+            model[1].bias.add_(1.0)  # autograd does not save it
+        loss.backward()
+        assert model[2].weight.grad is not None
+        return model[2].weight.grad.clone()
+
+    expected = bias_changed(torch.enable_grad())
+    assert torch.equal(bias_changed(daf.compress(model, bits="exact")), expected)
+
+
+def test_backward_twice_and_gradients_of_gradients() -> None:
+    model = block(nn.GELU)
+
+    def twice(context: Any) -> list[Tensor]:
+        model.zero_grad()
+        with context:
+            loss = images(model)
+        first = torch.autograd.grad(loss, model[0].weight, create_graph=True)[0]
+        first.square().sum().backward()
+        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+    expected = twice(torch.enable_grad())
+    found = twice(daf.compress(model, bits="exact"))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_checkpoints_inside_and_backward_inside() -> None:
+    model = block()
+
+    def loss(model: Any) -> Tensor:
+        torch.manual_seed(1)
+        x = torch.randn(4, 3, 16, 16)
+        y = checkpoint(model[:3], x, use_reentrant=False)
+        return model[3:](y).square().mean()
+
+    expected = gradients(model, loss)
+    model.zero_grad()
+    torch.manual_seed(5)
+    with daf.compress(model, bits="exact"):
+        loss(model).backward()
+    found = [each.grad for each in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True) if a is not None)
+
+
+def test_custom_functions_and_native_code_are_leaves() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(_context: Any, x: Tensor) -> Tensor:
+            return torch.from_numpy(2.0 * x.detach().numpy())
+
+        @staticmethod
+        def backward(_context: Any, gradient: Tensor) -> Tensor:
+            return 2.0 * gradient
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(F.gelu(Doubled.apply(self.one(x))))
+
+    methods = check(Model(), lambda model: model(torch.ones(64, 64)).square().mean())
+    assert methods["two:linear#0[0]"] is Method.RECOMPUTE  # from what NumPy made, kept by gelu
