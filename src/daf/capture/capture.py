@@ -319,14 +319,11 @@ class Capture:
         """Name the tensors that the model is called with external: they are the caller's."""
 
         def note(_model: nn.Module, inputs: Any, keywords: Any) -> None:
-            self.sources.add_external(_without_graph((inputs, keywords)))
+            given = tensors_in_batch((inputs, keywords))
+            self.sources.add_external(tensor for tensor in given if tensor.grad_fn is None)
 
         if compiled.is_traced(self.model):
             yield
             return
         with self.model.register_forward_pre_hook(note, with_kwargs=True):
             yield
-
-
-def _without_graph(batch: Any) -> Iterator[Tensor]:
-    return (tensor for tensor in tensors_in_batch(batch) if tensor.grad_fn is None)

@@ -109,7 +109,12 @@ def survey() -> dict[str, Any]:
         "python": platform.python_version(),
         "processor": _processor(),
         "memory": _memory(),
-        "torch": _torch(),
+        "torch": {
+            "version": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "instruction_set": torch.backends.cpu.get_cpu_capability(),
+            "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+        },
         "gpus": _gpus(),
         "works": _works(),
     }
@@ -148,15 +153,6 @@ def _memory() -> dict[str, Any]:
         "address_space_limit_bytes": soft_limit_bytes("RLIMIT_AS"),
         # The mode in brackets: always, madvise or never.
         "huge_pages": None if modes is None else modes.partition("[")[2].partition("]")[0],
-    }
-
-
-def _torch() -> dict[str, Any]:
-    return {
-        "version": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
     }
 
 

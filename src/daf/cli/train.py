@@ -56,7 +56,7 @@ def train_command(
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if summary["finished"]:
         _draw(folder)
-    _print(summary, folder, as_json=as_json)
+    print(json.dumps(summary)) if as_json else show_summary(summary, folder)
     if not summary["finished"]:
         _say_how_to_resume(folder, f"stopped after step {summary['steps']}")
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -91,13 +91,6 @@ def _draw(folder: RunFolder) -> None:
     trouble = draw_memory_elsewhere(folder.path)
     if trouble:
         print(f"daf: a picture in {folder.path} was not drawn: {trouble}", file=sys.stderr)
-
-
-def _print(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(summary))
-    else:
-        show_summary(summary, folder)
 
 
 def _say_how_to_resume(folder: RunFolder, what: str) -> None:

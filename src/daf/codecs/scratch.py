@@ -42,17 +42,15 @@ class Scratch:
             return layout.empty()
         tensor = torch.empty(0, dtype=layout.dtype)
         with self._lock:
-            block = self._idle_block(nbytes) or self._new_block(nbytes)
+            fitting = (each for each in self._blocks if each.nbytes() >= nbytes and _is_idle(each))
+            block = min(fitting, key=torch.UntypedStorage.nbytes, default=None)
+            block = block or self._new_block(nbytes)
             return tensor.set_(block, 0, layout.shape, layout.stride)
 
     def release(self) -> None:
         """Drop every block, from any thread; blocks in use live on with their tensors."""
         with self._lock:
             self._blocks.clear()
-
-    def _idle_block(self, nbytes: int) -> torch.UntypedStorage | None:
-        fitting = (block for block in self._blocks if block.nbytes() >= nbytes and _is_idle(block))
-        return min(fitting, key=torch.UntypedStorage.nbytes, default=None)
 
     def _new_block(self, nbytes: int) -> torch.UntypedStorage:
         """Allocate a block in place of the smallest, since larger ones serve more tensors."""

@@ -34,7 +34,8 @@ def replacing(path: Path, *, mode: int = _SHARED, kept: Path | None = None) -> I
     """
     temporary = _unused(path)
     try:
-        with _new_file(temporary, mode) as file:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        with os.fdopen(os.open(temporary, flags, mode), "w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -51,11 +52,6 @@ def replacing(path: Path, *, mode: int = _SHARED, kept: Path | None = None) -> I
 
 def _unused(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-
-
-def _new_file(path: Path, mode: int) -> BinaryIO:
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    return os.fdopen(os.open(path, flags, mode), "w+b")
 
 
 def _keep(path: Path, kept: Path) -> None:

@@ -28,18 +28,15 @@ def held_folder(folder: Path) -> Iterator[None]:
     try:
         with suppress(OSError):  # a full disk
             os.truncate(file, 0)
-            os.pwrite(file, f"{_own_name()} (process {os.getpid()})".encode(), 0)
+            program = Path(sys.argv[0])
+            name = program.parent.name if program.name == "__main__.py" else program.name
+            os.pwrite(file, f"{name} (process {os.getpid()})".encode(), 0)
         yield
     finally:
         with suppress(OSError):  # the folder may be gone
             if _is_at(file, path):
                 path.unlink()
         os.close(file)
-
-
-def _own_name() -> str:
-    program = Path(sys.argv[0])
-    return program.parent.name if program.name == "__main__.py" else program.name
 
 
 def holder_of(folder: Path) -> str | None:

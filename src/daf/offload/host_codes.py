@@ -177,7 +177,7 @@ class HostCodes:
         routes = self._place(tensor.device).routes
         either = treatment.method in (Method.ROTATED, Method.MINMAX) and channels is None
         either = either and options.get("output") is None and options.get("rows") is None
-        if either and routes.take() is Route.CPU_PACKS and self._may_send_raw(store, tensor):
+        if either and routes.take() is Route.CPU_PACKS:
             planes = self._sent_raw(store, routes, tensor, treatment, key)
             if planes is not None:
                 return ValueCode.packed_elsewhere(planes, tensor, treatment, key)
@@ -190,14 +190,12 @@ class HostCodes:
             routes.note(Sent(*what, before, after, store.last_copy))
         return code
 
-    def _may_send_raw(self, store: HostStore, tensor: Tensor) -> bool:
-        """True if it may travel raw: only from home, in whose order its memory is freed."""
-        room = self._options.raw_bytes - self._raw_bytes
-        return store.home.is_current and tensor.nbytes <= room
-
     def _sent_raw(
         self, store: HostStore, routes: Routes, tensor: Tensor, treatment: Treatment, key: int
     ) -> HostPlanes | None:
+        room = self._options.raw_bytes - self._raw_bytes
+        if not store.home.is_current or tensor.nbytes > room:
+            return None  # it travels raw only from home, in whose order its memory is freed
         source, before = in_memory_order(tensor.detach()), store.transfers.mark()
         try:
             words = words_for(source.numel(), treatment.bits, pinned=source.is_cuda)

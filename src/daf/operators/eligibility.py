@@ -45,7 +45,9 @@ def autocast_objection(x: Tensor) -> str:
 
 def input_objection(x: Any) -> str:
     """Return why ``x`` cannot be the input of an operator that works in memory order."""
-    if not is_plain_float(x):
+    # On a device also another float, whose kernels compute in float32.
+    is_known = _is_ordinary(x) and is_codable(x.dtype) and is_coded_on_device(x)
+    if not is_known and not is_plain(x):
         return "its input is no float32 tensor, nor on a GPU one of half the width"
     if channel_stride(x) is None or not has_usual_strides(x):
         return "its input lies neither contiguous nor channels-last"
@@ -60,12 +62,6 @@ def size_objection(x: Tensor) -> str:
 def is_plain(tensor: Any) -> bool:
     """True if this is an ordinary float32 tensor where kernels exist."""
     return _is_ordinary(tensor) and tensor.dtype is torch.float32
-
-
-def is_plain_float(tensor: Any) -> bool:
-    """True if this is plain, or on a device another float, whose kernels compute in float32."""
-    is_known = _is_ordinary(tensor) and is_codable(tensor.dtype) and is_coded_on_device(tensor)
-    return is_known or is_plain(tensor)
 
 
 def is_vector(tensor: Any, shape: tuple[int, ...], x: Tensor) -> bool:

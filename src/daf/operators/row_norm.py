@@ -67,12 +67,6 @@ class RowNorm(NamedTuple):
     length: int
     moments: RowMoments
 
-    @property
-    def parameter_shape(self) -> torch.Size:
-        """The shape of weight and bias; empty where there are none."""
-        present = self.weight if self.weight is not None else self.bias
-        return torch.Size() if present is None else present.shape
-
 
 class RowsHeld(NormSave):
     """What a fused normalisation of rows holds for backward; a code frees the affine's shift."""
@@ -90,7 +84,8 @@ class RowsHeld(NormSave):
         super().__init__(norm.x, source, result, counted)
         self._length = norm.length
         self._epsilon, self._centred = norm.moments
-        self._shape = norm.parameter_shape
+        present = norm.weight if norm.weight is not None else norm.bias
+        self._shape = torch.Size() if present is None else present.shape
         self._scale = affine.scale
         self._shift = affine.shift if isinstance(source, Kept) else None
 

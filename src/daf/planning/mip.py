@@ -140,7 +140,9 @@ class Program:
                 return Solution(selection, self._fixed + float(self._cost @ amounts), answer.bound)
             if not self._add_moments(worst):
                 # Within the solver's tolerance of the limit: ask for a little less.
-                self._lower_limit(int(np.ceil((usage - self._limit_bytes).max())))
+                self._limit_bytes -= int(np.ceil((usage - self._limit_bytes).max()))
+                for moment, row in self._rows.items():
+                    self._program.bound_row(row, self._room(moment))
         return NOT_FOUND
 
     def _solve(self, relative_gap: float, *, whole: bool) -> Answer:
@@ -217,11 +219,6 @@ class Program:
             first = self._program.add_rows(Rows.of_dense(matrix, lower=-np.inf, upper=upper))
             self._rows |= {moment: first + place for place, moment in enumerate(fresh)}
         return bool(fresh)
-
-    def _lower_limit(self, by_bytes: int) -> None:
-        self._limit_bytes -= by_bytes
-        for moment, row in self._rows.items():
-            self._program.bound_row(row, self._room(moment))
 
     def _room(self, moment: int) -> float:
         return float(self._limit_bytes - self._table.base_bytes[moment]) * _SCALE

@@ -169,7 +169,9 @@ class DevicePagedStore:
                 try:
                     return self._placed(numbers, stays, headers)
                 except RuntimeError as error:
-                    if not _is_refusal(error) or not self._evict_for(numbers):
+                    is_refusal = isinstance(error, torch.OutOfMemoryError)
+                    is_refusal = is_refusal or _REFUSED_ON_PROCESSOR in str(error)
+                    if not is_refusal or not self._evict_for(numbers):
                         numbers.release()
                         raise
 
@@ -331,7 +333,3 @@ def _copied(table: Words, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return here
     return here.pin_memory().to(device, non_blocking=True)
-
-
-def _is_refusal(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or _REFUSED_ON_PROCESSOR in str(error)

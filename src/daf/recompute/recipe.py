@@ -139,23 +139,16 @@ class _Results:
         return read.geometry.within(read.of.compute(self))
 
 
-class _Found(NamedTuple):
-    """How to get a value, and the bytes that this writes."""
-
-    node: _Step
-    work_bytes: int
-
-
 class Recomputed(PackedTensor):
     """A saved tensor that its recipe computes again."""
 
     __slots__ = ("_alive_bytes", "_fingerprint", "_input", "_ledger", "_place", "_readers", "_site")
 
-    def __init__(self, found: _Found, tensor: Tensor, site: Site, ledger: Ledger) -> None:
+    def __init__(self, made: _Step, tensor: Tensor, site: Site, ledger: Ledger) -> None:
         super().__init__()
-        self._input = _Input(found.node, Geometry.of(tensor))
-        self._readers = Counter(_read_in(found.node))
-        self._alive_bytes = _alive_bytes(found.node)
+        self._input = _Input(made, Geometry.of(tensor))
+        self._readers = Counter(_read_in(made))
+        self._alive_bytes = _alive_bytes(made)
         self._site = site
         self._ledger = ledger
         self._place = zlib.crc32(str(site).encode())
@@ -229,13 +222,14 @@ class RecipeMaker:
         if tensor._version != version or _is_kept(self._state.sources.of(tensor)):
             return None
         value = self._recorder.value_of(tensor)
-        found = _Search(self, MOST_WORK * value.nbytes).made(value)
+        found = _Search(self, MOST_WORK * value.nbytes).step(value)
         if found is None:
             return None
-        leaves = [e for e in dict.fromkeys(_read_in(found.node)) if isinstance(e, _Leaf)]
+        nodes = dict.fromkeys(_read_in(found))
+        leaves = [each for each in nodes if isinstance(each, _Leaf)]
         more = {e.source for e in leaves if e.source is not None and not _is_kept(e.source)}
         # A concatenation's parts serve the next one too.
-        most = value.nbytes if found.node.operation.function is _CONCATENATE else value.nbytes - 1
+        most = value.nbytes if found.operation.function is _CONCATENATE else value.nbytes - 1
         if sum(each.nbytes for each in more) > most:
             return None
         for each in leaves:
@@ -243,12 +237,11 @@ class RecipeMaker:
             if each.source is None and each.holding is None:
                 self._state.parameter_reads.note(each.tensor, each)
         made = Recomputed(found, tensor, site, self._state.ledger)
-        return made if self._repeats(made, found.node, tensor, site) else None
+        form = tuple(each.operation.function for each in nodes if isinstance(each, _Step))
+        return made if self._repeats(made, (site, form), tensor) else None
 
-    def _repeats(self, made: Recomputed, node: _Leaf | _Step, tensor: Tensor, site: Site) -> bool:
+    def _repeats(self, made: Recomputed, key: Any, tensor: Tensor) -> bool:
         """True if the recipe gives the saved tensor's bits, which is tried once a site and form."""
-        steps = (each for each in dict.fromkeys(_read_in(node)) if isinstance(each, _Step))
-        key = (site, tuple(each.operation.function for each in steps))
         proven = self._state.proven_recipes
         if key not in proven:
             try:
@@ -281,12 +274,8 @@ class _Search:
         self._work_bytes = 0
         self._known: dict[Value, _Leaf | _Step] = {}
 
-    def made(self, value: Value) -> _Found | None:
+    def step(self, value: Value) -> _Step | None:
         """Return how the value's own operation makes it again, cheaply; or None."""
-        node = self._step(value)
-        return None if node is None else _Found(node, self._work_bytes)
-
-    def _step(self, value: Value) -> _Step | None:
         operation, geometry = value.operation, value.geometry
         if operation is None or geometry is None or not is_cheap(operation.function):
             return None
@@ -308,10 +297,11 @@ class _Search:
 
     def _node(self, operand: Operand) -> _Leaf | _Step:
         leaf = self._maker.leaf(operand)
-        is_free = leaf is not None and (leaf.source is None or _is_kept(leaf.source))
-        if is_free or (leaf is not None and operand.value.nbytes < SMALL_BYTES):
-            return leaf  # type: ignore[return-value]
-        found = self._step(operand.value) or leaf
+        if leaf is not None:
+            is_free = leaf.source is None or _is_kept(leaf.source)
+            if is_free or operand.value.nbytes < SMALL_BYTES:
+                return leaf
+        found = self.step(operand.value) or leaf
         if found is None:
             raise _UnavailableError
         return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from daf.codecs.layout import is_dense
-from daf.torch_compat.dispatch_mode import DispatchMode
+from daf.torch_compat.operator_mode import DispatchMode
 from daf.torch_compat.pytree import map_nest, tensors_in_batch
 
 
@@ -81,15 +80,6 @@ class Operand(NamedTuple):
     tensor: weakref.ref[Tensor]
 
 
-class _Kind(Enum):
-    """What an operation does with memory."""
-
-    VIEW = auto()  # returns its input's memory, or writes nothing new
-    PURE = auto()  # returns new memory that its arguments determine
-    IN_PLACE = auto()  # writes its first argument alone
-    OPAQUE = auto()  # anything else
-
-
 class ValueRecorder(DispatchMode):
     """Records the values of what runs inside, on this thread."""
 
@@ -129,18 +119,18 @@ class ValueRecorder(DispatchMode):
         return value
 
     def _note(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        kind, called = _kind(function)
-        if kind is _Kind.VIEW:
+        maker = _maker(function)
+        if maker is _VIEW:
             return
         results = tensors_in_batch(result)
-        if kind is _Kind.OPAQUE or not all(map(_is_plain, tensors_in_batch((arguments, keywords)))):
+        if maker is None or not all(map(_is_plain, tensors_in_batch((arguments, keywords)))):
             for each in (*results, *_written(function, arguments, keywords)):
                 if each.layout is torch.strided:
                     storage = each.untyped_storage()
                     self._put(storage, _unknown(storage))
             return
         operands: Any = map_nest(Tensor, self.operand, (arguments, keywords))
-        operation = Operation(called, operands, sum(each.nbytes for each in results))
+        operation = Operation(maker, operands, sum(each.nbytes for each in results))
         for place, each in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
             if isinstance(each, Tensor) and each.layout is torch.strided:
                 self._note_result(operation, place, each)
@@ -201,30 +191,27 @@ def _written(function: Any, arguments: Any, keywords: Any) -> Iterator[Tensor]:
 
 # Their results are undefined, or somebody else's.
 _UNDEFINED = ("empty", "new_empty", "resize", "set_", "_reshape_alias", "_to_copy.out")
+_VIEW = object()  # an operation that returns its input's memory, or writes nothing new
 
 
 @lru_cache(maxsize=4096)
-def _kind(function: Any) -> tuple[_Kind, Any]:
-    """Return what an operation does with memory, and the one that makes the same value anew."""
+def _maker(function: Any) -> Any | None:
+    """Return what makes an operation's value in new memory, ``_VIEW``, or None if unknown.
+
+    Of one that writes its first argument alone, that is the overload which returns what it writes.
+    """
     schema = function._schema
     aliases = [each.alias_info for each in (*schema.arguments, *schema.returns) if each.alias_info]
     name = schema.name.partition("::")[2]
     is_known = function.namespace == "aten" and not name.startswith(_UNDEFINED)
     if not is_known or torch.Tag.nondeterministic_seeded in function.tags:
-        return _Kind.OPAQUE, function
+        return None
     if not aliases:
-        return _Kind.PURE, function
+        return function
     if not any(each.is_write for each in aliases):
-        return _Kind.VIEW, function
-    functional = _functional(function, name)
-    return (_Kind.OPAQUE, function) if functional is None else (_Kind.IN_PLACE, functional)
-
-
-def _functional(function: Any, name: str) -> Any | None:
-    """Return the overload that returns what an in-place one writes, with the same arguments."""
-    arguments = function._schema.arguments
-    written = [each for each in arguments if each.alias_info and each.alias_info.is_write]
-    if not name.endswith("_") or written != arguments[:1]:
+        return _VIEW
+    written = [each for each in schema.arguments if each.alias_info and each.alias_info.is_write]
+    if not name.endswith("_") or written != schema.arguments[:1]:
         return None
     found = _twin(function, name.removesuffix("_"))
     return None if found is None or torch.Tag.nondeterministic_seeded in found.tags else found

@@ -145,7 +145,7 @@ class Source:
         """Return the number of tensors that refer to the storage now."""
         if self._storage.expired():  # type: ignore[no-untyped-call]
             return 0
-        return storage_references(self._storage.cdata)
+        return storage_holders(self._storage.cdata) - _wrapper_references()
 
     def plain(self) -> Plain:
         """Count the storage as plain autograd's, once however many tensors on it are saved."""
@@ -215,11 +215,6 @@ class Sources:
     def renew(self, tensor: Tensor) -> None:
         """Give the tensor's overwritten memory a new source: plain PyTorch would have two."""
         self._alive.pop(tensor.untyped_storage()._cdata, None)
-
-
-def storage_references(address: int) -> int:
-    """Return the number of tensors that refer to the storage at an address known to Python."""
-    return storage_holders(address) - _wrapper_references()
 
 
 @functools.cache

@@ -277,14 +277,11 @@ class Packer:
             return None
         held = Rederived((Term(code),), layout_of(dense))
         if job.rederive and dense is job.tensor:
-            self._learn_coded(job, held)
+            if job.saved.slot == "result":
+                self._provenance.learn_made(job.saved.node, job.saved.version, held)
+            elif not job.is_result:
+                self._provenance.learn(job.tensor, held)
         return held
-
-    def _learn_coded(self, job: PackRequest, held: Rederived) -> None:
-        if job.saved.slot == "result":
-            self._provenance.learn_made(job.saved.node, job.saved.version, held)
-        elif not job.is_result:
-            self._provenance.learn(job.tensor, held)
 
     def _registered(self, job: PackRequest) -> PackedTensor | None:
         dense, treatment = _dense(job.tensor), job.treatment

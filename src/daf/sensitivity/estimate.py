@@ -237,7 +237,10 @@ class _Measurement:
         whole = size // min(size, count)
         cut = self._cut.parts(self._batch, whole)
         parts = [part for part in cut if self._cut.size(part) == whole]
-        exact = _as_operated(exact_policy(), self._policy, whole / size)
+        chunk_bytes = self._policy.chunk_bytes
+        chunk_bytes = chunk_bytes and max(1, int(chunk_bytes * (whole / size)))
+        chunked = self._policy.chunked
+        exact = with_chunked_operators(exact_policy(), chunk_bytes, chunked=chunked)
         return [self._passes.sketch(part, exact) for part in parts]
 
     def _batch_variance(self) -> tuple[float | None, float]:
@@ -249,12 +252,6 @@ class _Measurement:
         variance = float(sample_variance(self._micro_batch_sketches).sum(1) @ self._counts)
         errors = _variance_errors(self._micro_batch_sketches) * self._counts
         return variance * share, float(errors.square().sum().sqrt()) * share
-
-
-def _as_operated(policy: Policy, other: Policy, share: float) -> Policy:
-    """Return the policy with the other's chunked operators, for ``share`` of its batch."""
-    chunk_bytes = other.chunk_bytes and max(1, int(other.chunk_bytes * share))
-    return with_chunked_operators(policy, chunk_bytes, chunked=other.chunked)
 
 
 def _other_width(treatment: Treatment) -> Treatment:

@@ -146,8 +146,9 @@ class PlanController(Resumable):
         plan = self._adopt(self.prepare(context))
         if self.budget_bytes is not None and self.is_planned and self._is_other_door():
             plan = self._replan(self.budget_bytes)
-        if self._cuts_unproven(self.selector.running or plan, context):
-            plan = self._with_proof(self.selector.running or plan, context)
+        running = self.selector.running or plan
+        if context.choice.refusal and running.micro_batch < context.info.examples:
+            plan = self._with_proof(running, context)
         is_new = self.selector.autotuner.is_trying_another
         self.keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
         return self._whole(self.selector.running or plan, context.info)
@@ -245,9 +246,6 @@ class PlanController(Resumable):
         tighter = self.selector.tighten(plan)
         self.keeper.flush()  # what planning held
         return None if tighter is None else self._adopt(tighter)
-
-    def _cuts_unproven(self, plan: Plan, context: StepContext) -> bool:
-        return bool(context.choice.refusal) and plan.micro_batch < context.info.examples
 
     def _with_proof(self, plan: Plan, context: StepContext) -> Plan:
         """Return a plan for a batch of another structure, or another loss, than the plan's."""

@@ -54,10 +54,6 @@ class Weighing(StrEnum):
     SUM = "sum"
 
 
-def _takes_a_mean(call: LossCall) -> bool:
-    return call.reduction == "mean" and call.size_average is call.reduce is None
-
-
 def _divisor(call: LossCall) -> Tensor:
     """Return what the operator divides its sum by (scalar), without waiting for a device."""
     target = call.target
@@ -160,7 +156,7 @@ class LossWeights(TorchFunctionMode):
         if func not in (F.cross_entropy, F.nll_loss):
             return func(*args, **kwargs)
         call = LossCall(*args, **kwargs)
-        if _takes_a_mean(call):
+        if call.reduction == "mean" and call.size_average is call.reduce is None:
             if self._disturbed:
                 call = call._replace(target=self._with_ignored(call))
                 names = ("weight", "size_average", "ignore_index", "reduce", "reduction")

@@ -29,7 +29,8 @@ def is_loaded() -> bool:
 
 def keep_out() -> bool:
     """Let optimizers be made without the compiler; call it before the first. False: cannot."""
-    wrapped = [_undecorated(getattr(torch.optim.Optimizer, name)) for name in _DECORATED]
+    methods = (getattr(torch.optim.Optimizer, name) for name in _DECORATED)
+    wrapped = [getattr(each, "__wrapped__", None) for each in methods]
     if is_loaded() or None in wrapped:
         return False
     for function in wrapped:
@@ -46,10 +47,6 @@ def step(optimizer: torch.optim.Optimizer) -> None:
         return
     with torch.no_grad():
         eager(optimizer)
-
-
-def _undecorated(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    return getattr(function, "__wrapped__", None)
 
 
 def _eager_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any] | None:

@@ -22,7 +22,9 @@ def map_nest(kind: type[Leaf], change: Callable[[Leaf], Any], nest: Any) -> Any:
         return change(nest)
     if isinstance(nest, (tuple, list)):
         items = [map_nest(kind, change, item) for item in nest]
-        return nest if _same(items, nest) else _like_sequence(nest, items)
+        if _same(items, nest):
+            return nest
+        return nest._make(items) if hasattr(nest, "_make") else type(nest)(items)
     if isinstance(nest, Mapping):
         entries = {key: map_nest(kind, change, item) for key, item in nest.items()}
         return nest if _same(entries.values(), nest.values()) else _like_mapping(nest, entries)
@@ -35,10 +37,6 @@ def map_nest(kind: type[Leaf], change: Callable[[Leaf], Any], nest: Any) -> Any:
 
 def _same(first: Any, second: Any) -> bool:
     return all(one is other for one, other in zip(first, second, strict=True))
-
-
-def _like_sequence(value: Any, items: list[Any]) -> Any:
-    return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def _like_mapping(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:

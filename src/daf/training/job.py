@@ -95,7 +95,8 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
 
     _seed_everything(settings.seed)
     model = recipe.build(data.facts)
-    memory_format = _memory_format(settings, goal)
+    channels_last = settings.memory_format == "channels_last" and goal.reads_images
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
     model.to(memory_format=memory_format)  # type: ignore[call-overload]
     task = data.make_task(goal, model, memory_format=memory_format, augment=settings.augment)
     model.to(device)
@@ -169,8 +170,3 @@ def _seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-def _memory_format(settings: TrainSettings, goal: Goal) -> torch.memory_format:
-    channels_last = settings.memory_format == "channels_last" and goal.reads_images
-    return torch.channels_last if channels_last else torch.contiguous_format

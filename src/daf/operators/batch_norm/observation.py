@@ -143,7 +143,10 @@ class Observation:
             return
         rectified = read_rectifier(operator, arguments, keywords)
         if rectified is not None and isinstance(result, Tensor):
-            self._rectified(next(iter(read.values())), *rectified, result)
+            x, rectifier = rectified
+            next(iter(read.values())).read_by(rectifier)
+            if result is x:
+                del self._watched[id(result)]  # it holds something else now
         elif is_plain_addition(operator, arguments, keywords) and isinstance(result, Tensor):
             self._added(tuple(read.values()), arguments, result)
         else:
@@ -168,11 +171,6 @@ class Observation:
     def _find(self, tensor: Tensor) -> _Seen | None:
         seen = self._watched.get(id(tensor))
         return seen if seen is not None and seen.result() is tensor else None
-
-    def _rectified(self, seen: _Seen, x: Tensor, rectifier: Rectifier, result: Tensor) -> None:
-        seen.read_by(rectifier)
-        if result is x:
-            del self._watched[id(result)]  # it holds something else now
 
     def _added(self, read: tuple[_Seen, ...], arguments: Sequence[Any], result: Tensor) -> None:
         changed = any(seen.is_changed() for seen in read)

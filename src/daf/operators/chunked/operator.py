@@ -29,16 +29,10 @@ class ChunkedOperators(FusedOperator):
         if chosen is None and attention.is_chunkable(call, pack, chunk_bytes):
             chosen = attention.attention
         if chosen is not None:
-            chosen = _with(chunk_bytes, chosen)
+            if chunk_bytes is not None:  # with chunks of that size, by the same name
+                chosen = update_wrapper(partial(chosen, chunk_bytes=chunk_bytes), chosen)
         elif attention.is_many_headed(call):
             chosen = attention.multi_head_attention(pack, chunk_bytes)
         else:
             return None
         return partial(self.context.hooks.run, chosen, call.arguments, call.keywords)
-
-
-def _with(chunk_bytes: int | None, operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the operator with chunks of that size, by the same name."""
-    if chunk_bytes is None:
-        return operator
-    return update_wrapper(partial(operator, chunk_bytes=chunk_bytes), operator)
