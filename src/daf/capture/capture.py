@@ -29,11 +29,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from daf.capture.compiled_calls import apart, untraced
 from daf.capture.saved_tensor_hooks import SavedTensorHooks
@@ -161,7 +162,9 @@ class Capture:
             self._state.evictions.begin()
         self._replay_log.clear()
         self._state.tracker.redraw(draws)
-        self.sources.begin_step(self._own_tensors(batch))
+        self.sources.begin_step(
+            chain(self.model.parameters(), self.model.buffers(), tensors_in_batch(batch))
+        )
         keys = (seed, step_index, micro_index)
         running = SavedTensorHooks(self.model, self._state, self._replay_log, policy, keys, watcher)
         try:
@@ -308,11 +311,6 @@ class Capture:
         Calls of a module count from 0 within one ``with`` of ``step``.
         """
         return tuple(self._replay_log.calls)
-
-    def _own_tensors(self, batch: Any) -> Iterator[Tensor]:
-        yield from self.model.parameters()
-        yield from self.model.buffers()
-        yield from tensors_in_batch(batch)
 
     @contextmanager
     def _watching_inputs(self, compiled: CompiledModules) -> Iterator[None]:

@@ -104,6 +104,7 @@ def floor_above_torch_bytes() -> int | None:
 
 def survey() -> dict[str, Any]:
     """Return all that ``daf doctor`` reports; sizes in bytes, None for *no limit*."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -115,7 +116,7 @@ def survey() -> dict[str, Any]:
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
         },
-        "gpus": _gpus(),
+        "gpus": [_gpu(index) for index in range(gpus)],
         "works": _works(),
     }
 
@@ -154,11 +155,6 @@ def _memory() -> dict[str, Any]:
         # The mode in brackets: always, madvise or never.
         "huge_pages": None if modes is None else modes.partition("[")[2].partition("]")[0],
     }
-
-
-def _gpus() -> list[dict[str, Any]]:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [_gpu(index) for index in range(count)]
 
 
 def _gpu(index: int) -> dict[str, Any]:

@@ -75,11 +75,7 @@ def _header_text(header: dict[str, Any], checksums: Mapping[str, str]) -> bytes:
 
 def _checksum_of(header: Mapping[str, Any]) -> str:
     metadata = {name: text for name, text in header[_METADATA].items() if name != _OF_HEADER}
-    return _hexadecimal(zlib.crc32(json.dumps({**header, _METADATA: metadata}).encode()))
-
-
-def _hexadecimal(checksum: int) -> str:
-    return f"{checksum:08x}"
+    return f"{zlib.crc32(json.dumps({**header, _METADATA: metadata}).encode()):08x}"
 
 
 def _type_name(name: str, dtype: torch.dtype) -> str:
@@ -91,7 +87,7 @@ def _type_name(name: str, dtype: torch.dtype) -> str:
 def _write_data(file: BinaryIO, tensor: Tensor) -> str:
     data = _bytes_of(tensor)
     file.write(data)
-    return _hexadecimal(zlib.crc32(data))
+    return f"{zlib.crc32(data):08x}"
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -114,7 +110,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except (OSError, SafetensorError, ValueError, KeyError, RecursionError) as error:
         raise DamagedFileError(f"cannot read {path}: {error}") from error
     for name, tensor in tensors.items():
-        if _hexadecimal(zlib.crc32(_bytes_of(tensor))) != checksums.get(name):
+        if f"{zlib.crc32(_bytes_of(tensor)):08x}" != checksums.get(name):
             raise DamagedFileError(f"cannot read {path}: tensor {name!r} is damaged")
     return tensors, metadata
 

@@ -176,7 +176,7 @@ class DeviceKeeper(Keeper):
             if self._limit_bytes is None:
                 return
             self._memory.release_cached()
-            self._memory.begin_span()
+            self._memory.take_allocated_peak()  # ``span_peak_bytes`` begins here
             self._must_finish = True
             self._apply()
 

@@ -101,12 +101,8 @@ class DeviceMemory(MemoryDomain):
         self._backend.reset_peak_memory_stats(self.device)
         return peak
 
-    def begin_span(self) -> None:
-        """Start ``span_peak_bytes`` anew; leaves ``peak_bytes`` unchanged."""
-        self.take_allocated_peak()
-
     def span_peak_bytes(self) -> int:
-        """Return the most bytes reserved since ``begin_span``."""
+        """Return the most bytes reserved since ``take_allocated_peak`` or ``reset_peak``."""
         return int(self._backend.max_memory_reserved(self.device))
 
     def refusals(self) -> int:

@@ -60,7 +60,8 @@ class OptionCosts:
         for shared in coded.values():
             treatment = treatments[shared[0].site]
             spans.append(self._code_span(shared, treatment))
-            cost_ms += self._encode_ms(shared[0], treatment)
+            encode_ms = self._speeds.encode_ms(treatment.method, self._bytes(shared[0]))
+            cost_ms += encode_ms + self._link_ms(shared[0], treatment)
         return tuple(span for span in spans if span.nbytes > 0), cost_ms, noise * self._unit
 
     def _kept_spans(self, kept: list[Saving]) -> Iterator[Span]:
@@ -116,10 +117,6 @@ class OptionCosts:
 
     def _bytes(self, saving: Saving) -> float:
         return saving.tensor_bytes.at(self._examples)
-
-    def _encode_ms(self, saving: Saving, treatment: Treatment) -> float:
-        encode_ms = self._speeds.encode_ms(treatment.method, self._bytes(saving))
-        return encode_ms + self._link_ms(saving, treatment)
 
     def _decode_ms(self, saving: Saving, treatment: Treatment) -> float:
         passes = 1 if treatment.method is Method.SPILL else max(1, len(saving.parents or ()))

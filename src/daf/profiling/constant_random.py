@@ -46,13 +46,7 @@ class ConstantRandom(DispatchMode):
 
         return OperatorMode(run)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator; PyTorch calls this."""
         # Thousands of operators in a pass of a deep model: each line here is a part of its time.
         if kwargs and "dropout_p" in kwargs:
@@ -90,11 +84,6 @@ def _middle(found: Tensor, _at: float, args: tuple[Any, ...]) -> Tensor:
     return found.fill_((low + high) // 2)
 
 
-def _likeliest(found: Tensor, _at: float, args: tuple[Any, ...]) -> Tensor:
-    """Fill for ``multinomial(weights, count)``."""
-    return found.copy_(args[0].topk(found.shape[-1]).indices)
-
-
 _CONSTANTS: Mapping[str, Constant] = MappingProxyType(
     {
         **dict.fromkeys(("rand", "rand_like"), lambda found, at, _: found.fill_(at % 1.0)),
@@ -108,7 +97,7 @@ _CONSTANTS: Mapping[str, Constant] = MappingProxyType(
             lambda found, _at, _: found.fill_(1),
         ),
         **dict.fromkeys(("randint", "randint_like", "random_"), _middle),
-        "multinomial": _likeliest,
+        "multinomial": lambda found, _, args: found.copy_(args[0].topk(found.shape[-1]).indices),
     }
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -212,13 +212,7 @@ class _ClassReads(TorchFunctionMode):
         self.found = False
         self._addresses = {*map(storage_address, classes)}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator; PyTorch calls this."""
         result = func(*args, **(kwargs or {}))
         if self._addresses and not self.found and func not in _OF_SINGLE_EXAMPLES:

@@ -82,4 +82,4 @@ class ReplayKeeper:
 
     def rebuilding(self) -> AbstractContextManager[None]:
         """Run a call again inside: its operators are at no site."""
-        return self._state.tracker.suspended()
+        return self._state.tracker.at_the_top()

@@ -47,10 +47,6 @@ class _Seen(NamedTuple):
         there = [part.untyped_storage()._cdata for part in strided_parts(now)]
         return there != [storage.cdata for storage in self.storages]
 
-    def is_modified(self) -> bool:
-        now = self.tensor()
-        return now is not None and now._version != self.version
-
 
 class ModuleTensors:
     """The tensors that one call may read: make it before the call, ``finish`` it after."""
@@ -94,7 +90,8 @@ class ModuleTensors:
                     "tensor since its forward pass (by an assignment, a hook or functional_call); "
                     "replay the module around what replaces it, or do not replay this module"
                 )
-            if seen.is_modified():
+            now = seen.tensor()
+            if now is not None and now._version != seen.version:
                 raise SavedTensorError(
                     f"asked to replay {self._path!r}, but its {seen.what} has been modified by an "
                     "inplace operation since its forward pass; change buffers and step the "

@@ -79,7 +79,7 @@ class ReplayProof:
         modules = CompiledModules(model).replayable()
         self._order = {path: place for place, path in enumerate(paths)}
         self._targets = [
-            WatchedForward(self, path, each) for path, each in modules if path in self._order
+            WatchedForward(self.call, path, each) for path, each in modules if path in self._order
         ]
         self._constants = set[int]().union(*map(_storages, model.parameters()))
         self._room_bytes = room_bytes

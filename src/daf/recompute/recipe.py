@@ -167,10 +167,10 @@ class Recomputed(PackedTensor):
             )
         return found
 
+    @below_autograd()
     def compute(self) -> Tensor:
         """Run the recipe, whatever modes are in force."""
-        with below_autograd():
-            return _Results(self._readers).of(self._input)
+        return _Results(self._readers).of(self._input)
 
 
 def _read_in(node: _Leaf | _Step) -> Iterator[_Leaf | _Step]:
@@ -213,12 +213,9 @@ class RecipeMaker:
         self._state = state
         self._is_constant = is_constant
 
+    @below_autograd()  # what is done here is not the program's, and not recorded
     def recomputed(self, tensor: Tensor, version: int, site: Site) -> Recomputed | None:
         """Return what computes a saved tensor again; None: that does not pay, or differs."""
-        with below_autograd():  # what is done here is not the program's, and not recorded
-            return self._recomputed(tensor, version, site)
-
-    def _recomputed(self, tensor: Tensor, version: int, site: Site) -> Recomputed | None:
         if tensor._version != version or _is_kept(self._state.sources.of(tensor)):
             return None
         value = self._recorder.value_of(tensor)

@@ -74,7 +74,7 @@ class Replays:
         modules = {
             id(module := _find(model, path, replayable)): (path, module) for path in sorted(paths)
         }
-        self._targets = [WatchedForward(self, path, module) for path, module in modules.values()]
+        self._targets = [WatchedForward(self.call, *each) for each in modules.values()]
         self._running: list[ReplayedCall | Collector] = []
         self._thread = get_ident()
         self._generators = Generators()

@@ -5,36 +5,30 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from daf.recompute.call_inputs import distinct_tensors
 
-
-class Runner(Protocol):
-    """What runs the calls of watched modules."""
-
-    def call(
-        self, target: WatchedForward, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> Any:
-        """Run one call."""
+# Runs one call of a watched module, with these arguments and keywords.
+Runner = Callable[["WatchedForward", tuple[Any, ...], dict[str, Any]], Any]
 
 
 class WatchedForward:
     """What takes the place of a module's ``forward`` inside ``watched``."""
 
-    def __init__(self, runner: Runner, path: str, module: nn.Module) -> None:
+    def __init__(self, run: Runner, path: str, module: nn.Module) -> None:
         self.path = path
         self.module = module
         self.forward: Callable[..., Any] = module.forward
         self.calls = -1
-        self._runner = runner
+        self._run = run
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Let the runner run the module's own ``forward``."""
-        return self._runner.call(self, arguments, keywords)
+        return self._run(self, arguments, keywords)
 
     def __reduce__(self) -> Any:
         """Give copies and pickles of the module its own ``forward``."""

@@ -104,33 +104,28 @@ class PackedTensor(ABC):
 class Kept(PackedTensor):
     """The tensor itself, without its graph; ``holdings``: none for memory that PyTorch holds."""
 
-    __slots__ = ("_holdings", "_site", "_tensor", "_version")
+    __slots__ = ("_holdings", "_site", "_version", "tensor")
 
     def __init__(
         self, tensor: Tensor, version: int, site: Site, holdings: tuple[Holding, ...] = ()
     ) -> None:
         super().__init__()
-        self._tensor = tensor.detach()
+        self.tensor = tensor.detach()  # as it is now
         self._version = version
         self._site = site
         self._holdings = holdings
 
     def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002
         """Return the tensor as saved; SavedTensorError if it was changed in place since."""
-        now = self._tensor._version
+        now = self.tensor._version
         if now != self._version:
             raise SavedTensorError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {self._tensor.dtype} {list(self._tensor.shape)} saved at "
+                f"inplace operation: {self.tensor.dtype} {list(self.tensor.shape)} saved at "
                 f"{self._site} is at version {now}; expected version {self._version} instead. "
                 "Do not change it in place between forward and backward, or clone it before"
             )
-        return self._tensor
-
-    @property
-    def tensor(self) -> Tensor:
-        """The tensor as it is now."""
-        return self._tensor
+        return self.tensor
 
     def restore_part(self, first: int, last: int) -> Tensor:
         """Return entries [first, last) of the first dimension, a view."""
@@ -139,7 +134,7 @@ class Kept(PackedTensor):
     @property
     def layout(self) -> Layout:
         """The tensor's geometry."""
-        return layout_of(self._tensor)
+        return layout_of(self.tensor)
 
 
 class Shape(PackedTensor):

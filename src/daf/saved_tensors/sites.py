@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import get_ident
@@ -115,7 +115,7 @@ class SiteTracker:
     @contextmanager
     def following(self, compiled: CompiledModules) -> Iterator[None]:
         """Follow this thread's module calls inside."""
-        with self._at_the_top(get_ident()), ExitStack() as hooks:
+        with self.at_the_top(get_ident()), ExitStack() as hooks:
             for handle in self._hook(compiled):
                 hooks.enter_context(handle)
             yield
@@ -138,12 +138,9 @@ class SiteTracker:
             yield module.register_forward_pre_hook(enter)
             yield module.register_forward_hook(leave, always_call=True)
 
-    def suspended(self) -> AbstractContextManager[None]:
-        """Follow no module calls inside."""
-        return self._at_the_top(0)
-
     @contextmanager
-    def _at_the_top(self, thread: int) -> Iterator[None]:
+    def at_the_top(self, thread: int = 0) -> Iterator[None]:
+        """Follow a thread's module calls inside from outside of the model on; 0: none."""
         before = self._frames, self._thread
         self._frames, self._thread = [_Frame(None, OUTSIDE)], thread
         try:

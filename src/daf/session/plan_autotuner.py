@@ -118,12 +118,11 @@ class Trial:
         alike = [at for at, ms in enumerate(self.measured_ms) if ms <= (1 + ALIKE) * best_ms]
         at = min(alike, key=lambda at: (self.plans[at].added_noise, self.measured_ms[at]))
         held = self.held_bytes[at * self.steps_of_each : (at + 1) * self.steps_of_each]
-        return self._timed(at), max(held)
-
-    def _timed(self, at: int) -> Plan:
         plan, ms = self.plans[at], self.measured_ms[at]
         reason = f"{plan.reason}; the fastest of {len(self.measured_ms)} tried, {ms:.0f} ms"
-        return replace(plan, predicted_step_ms=ms, bound_ms=min(plan.bound_ms, ms), reason=reason)
+        bound_ms = min(plan.bound_ms, ms)
+        timed = replace(plan, predicted_step_ms=ms, bound_ms=bound_ms, reason=reason)
+        return timed, max(held)
 
     def factors(self, before: Mapping[PlanKind, float]) -> dict[PlanKind, float]:
         """Return measured over predicted time of each kind; ``before`` is what was known so far."""

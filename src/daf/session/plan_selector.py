@@ -353,12 +353,8 @@ class PlanSelector(Resumable):
         return self.profiles
 
     @property
-    def _own(self) -> Profile:
-        return self._measured.own
-
-    @property
     def _planned(self) -> tuple[Profile, ...]:
-        return self._measured.every if self.can_fuse else (self._own,)
+        return self._measured.every if self.can_fuse else (self._measured.own,)
 
     def _maker(self, budget_bytes: int) -> Callable[..., tuple[Plan, ...]]:
         """Return a function that makes the best plan of each kind, fastest predicted first."""
@@ -382,7 +378,7 @@ class PlanSelector(Resumable):
             if error.least_bytes is None:
                 raise
             least = self._named_least(error.least_bytes)
-            refusal = planner.refusal(self._own, budget_bytes, least)
+            refusal = planner.refusal(self._measured.own, budget_bytes, least)
             raise BudgetError(refusal, least) from error
 
     def _make(self, budget_bytes: int, quick: Plan | None = None) -> Plan:
@@ -390,7 +386,7 @@ class PlanSelector(Resumable):
         self.give_up_search()
         plan = quick or self._quick(budget_bytes)
         # Nothing is faster than the whole batch unchanged.
-        is_plain = plan.policy.name == "plain" and plan.micro_batch >= self._own.batch_size
+        is_plain = plan.policy.name == "plain" and plan.micro_batch >= self._measured.own.batch_size
         if self.can_fuse and not is_plain:
             self.search_again(budget_bytes)
         return plan
@@ -399,11 +395,11 @@ class PlanSelector(Resumable):
     def _factor(self) -> float:
         if self.evidence is None or self.profiles is None:
             return 1.0
-        return self.evidence.factor(self._own.floor_bytes)
+        return self.evidence.factor(self._measured.own.floor_bytes)
 
     def _named_least(self, modelled_bytes: int) -> int:
         """Return the least budget to tell of: what is modelled, and what another process adds."""
-        own, added_bytes = self._own, ANOTHER_PROCESS_BYTES
+        own, added_bytes = self._measured.own, ANOTHER_PROCESS_BYTES
         timed = [examples for examples, _ in own.micro_batch_ms]
         if len(timed) == 1 and not own.split_refusal:
             added_bytes += MORE_SIZES_BYTES
@@ -421,11 +417,11 @@ class PlanSelector(Resumable):
 
     def modelled(self, budget_bytes: int) -> int:
         """Return a budget (bytes) in the profile's own measure, as evidence has corrected it."""
-        floor = self._own.floor_bytes
+        floor = self._measured.own.floor_bytes
         return floor + int((budget_bytes - floor) / self._factor)
 
     def _actual(self, modelled_bytes: int) -> int:
-        floor = self._own.floor_bytes
+        floor = self._measured.own.floor_bytes
         return floor + int((modelled_bytes - floor) * self._factor) + 1
 
     def _corrected(self, plan: Plan) -> Plan:

@@ -155,7 +155,9 @@ class StepRetries:
         refusals = self.keeper.refusals()
         try:
             needed_bytes = 0
-            if planned and self._releases(plan):
+            releases = plan.release_gradients or self.gradient.release.mode is True
+            # Such a step may commit itself within backward, where room can be reserved for it.
+            if planned and releases and self.keeper.can_reserve:
                 if self._rehearsed is None or not self._rehearsed.covers(context, plan):
                     self._rehearsed = self._rehearse(context, plan, snapshot)
                     return None
@@ -176,11 +178,6 @@ class StepRetries:
             if not self.keeper.has_refused(error, refusals):
                 raise
             return _bare(error)
-
-    def _releases(self, plan: Plan) -> bool:
-        """True if a step may commit itself within backward, where room can be reserved for it."""
-        releases = plan.release_gradients or self.gradient.release.mode is True
-        return releases and self.keeper.can_reserve
 
     def _rehearse(self, context: StepContext, plan: Plan, snapshot: StepSnapshot) -> Rehearsal:
         start_s = time.perf_counter()

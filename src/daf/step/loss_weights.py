@@ -111,13 +111,7 @@ class LossWeights(TorchFunctionMode):
         lowest = [1.0 if any(each is one for one in self._bounded) else 0.0 for each in own]
         return any(float(each) in (0.0, least) for each, least in zip(own, lowest, strict=True))
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator; PyTorch calls this."""
         found, name = self._called(func, args, kwargs or {}), getattr(func, "__name__", "")
         given = (*args, *(kwargs or {}).values())

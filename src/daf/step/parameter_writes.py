@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -28,13 +28,7 @@ class ParameterWrites(TorchFunctionMode):
         self._unwritten = {storage_address(each): each for each in strided}
         self._written: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator; PyTorch calls this."""
         kwargs = kwargs or {}
         if _is_writing(func) or "out" in kwargs:

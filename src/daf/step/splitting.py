@@ -128,7 +128,9 @@ def kind_of(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> Hashab
 
 def proof_key(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> str:
     """Return a digest that changes with all that a proof depends on, but values and sizes."""
-    facts = [torch.__version__, _own_version(), *_facts_of(batch), *_code_of(loss_fn)]
+    facts = [torch.__version__, _own_version(), type(batch).__qualname__]
+    facts += [f"{each.dim()} {each.dtype}" for each in tensors_inside(batch)]
+    facts += _code_of(loss_fn)
     for name, module in model.named_modules():
         facts += [name, type(module).__qualname__, str(module.training)]
     for kind in sorted(
@@ -149,11 +151,6 @@ def _own_version() -> str:
         return version("daf-train")
     except PackageNotFoundError:
         return ""
-
-
-def _facts_of(batch: Any) -> Iterator[str]:
-    yield type(batch).__qualname__
-    yield from (f"{each.dim()} {each.dtype}" for each in tensors_inside(batch))
 
 
 def _code_of(function: Any) -> Iterator[str]:

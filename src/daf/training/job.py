@@ -93,7 +93,9 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
     known = read_sensitivity(Path(settings.sensitivity)) if settings.sensitivity else True
     baseline_bytes = _baseline_bytes(device)
 
-    _seed_everything(settings.seed)
+    torch.manual_seed(settings.seed)
+    np.random.seed(settings.seed % 2**32)
+    random.seed(settings.seed)
     model = recipe.build(data.facts)
     channels_last = settings.memory_format == "channels_last" and goal.reads_images
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -164,9 +166,3 @@ def _baseline_bytes(device: torch.device) -> int:
     if isinstance(memory, DeviceMemory):
         memory.release_cached()  # as the session does
     return memory.held_bytes()
-
-
-def _seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)

@@ -129,13 +129,8 @@ class TritonBackend(Backend):
         if isinstance(values, KeptValues):
             whole = (0, block_count(values.x.numel()))
             yield channel_norm.Values(_items(values.x), whole, values.forward)
-        else:
-            yield from self._decoded(values, span_blocks, device)
-
-    def _decoded(
-        self, values: CodedValues, span_blocks: int, device: torch.device
-    ) -> Iterator[channel_norm.Values]:
-        """Decode into memory that the next part reuses."""
+            return
+        # They are decoded into memory that the next part reuses.
         count, blocks = values.elements, block_count(values.elements)
         step = span_blocks * max(1, PART_BYTES // (4 * BLOCK_ELEMENTS * span_blocks))
         size = elements_in((0, min(step, blocks)), count)

@@ -80,12 +80,11 @@ def chunked_cross_entropy(
         chunk_rows or max(_LEAST_ROWS, rows.numel() // weight.shape[0]),
         ignore_index,
         label_smoothing,
+        reduction,
         with_gradients=torch.is_grad_enabled(),
         twice=twice,
     )
-    total: Tensor = _SummedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows, weight, bias, targets, settings, reduction
-    )
+    total: Tensor = _SummedCrossEntropy.apply(rows, weight, bias, targets, settings)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -93,6 +92,7 @@ class _Settings(NamedTuple):
     chunk_rows: int
     ignore_index: int
     label_smoothing: float
+    reduction: Reduction
     with_gradients: bool  # inside a Function's forward grad mode is always off
     twice: bool
 
@@ -120,11 +120,10 @@ class _SummedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         settings: _Settings,
-        reduction: Reduction,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         counted = target != settings.ignore_index
-        scale = _scale(counted, reduction, wide)
+        scale = _scale(counted, settings.reduction, wide)
         needs = [settings.with_gradients and need for need in ctx.needs_input_grad]
         gradients = _Gradients(
             torch.empty_like(hidden) if needs[0] else None,
@@ -148,13 +147,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
         _keep(ctx, gradients, (hidden, weight, bias))
         if settings.twice:
             ctx.inputs = versioned((hidden, weight, bias))
-            ctx.target, ctx.settings, ctx.reduction = target, settings, reduction
+            ctx.target, ctx.settings = target, settings
         return total * scale
 
     @staticmethod
     def backward(ctx: Any, incoming: Tensor) -> Any:
         if torch.is_grad_enabled():
-            return (*_differentiable(ctx, incoming), None, None, None)
+            return (*_differentiable(ctx, incoming), None, None)
         kept = list(ctx.saved_tensors)
         if keeps_graph():
             kept = [each * incoming.to(each.dtype) for each in kept]
@@ -163,7 +162,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             for each in kept:
                 each.mul_(incoming.to(each.dtype))
         found = [kept.pop(0) if wanted else None for wanted in ctx.wanted]
-        return (*found, None, None, None)
+        return (*found, None, None)
 
 
 def _differentiable(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
@@ -180,7 +179,7 @@ def _differentiable(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
             logits,
             ctx.target,
             ignore_index=settings.ignore_index,
-            reduction=ctx.reduction,
+            reduction=settings.reduction,
             label_smoothing=settings.label_smoothing,
         )
 
