@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import asdict
 from random import Random
 from typing import Any
 
 from pool_model import ModelTensor, PoolModel, ceil_divide
 
 from daf import _native
+from daf.pool.views import PoolStatistics
 
 SYSTEM_PAGE = mmap.PAGESIZE
 ADDRESSES = 2**34
@@ -24,7 +26,10 @@ class Machine:
         self.pool = _native.pool.Pool(ADDRESSES, page_bytes, cap, 0, True)
         self.model = PoolModel(page_bytes)
         self.refusals = 0
-        self.account = self.pool.statistics()
+        self.account = self.statistics()
+
+    def statistics(self) -> dict[str, Any]:
+        return asdict(PoolStatistics(*self.pool.statistics()))
 
     @property
     def tensors(self) -> dict[int, ModelTensor]:
@@ -108,7 +113,7 @@ class Machine:
 
     def follow_evictions(self) -> int:
         """The model gives up as many pages, and it must hit the same tensors."""
-        now: dict[str, Any] = self.pool.statistics()
+        now = self.statistics()
         pages: int = now["evicted_pages"] - self.account["evicted_pages"]
         self.account = now
         for handle in self.model.evict(pages):
@@ -117,7 +122,7 @@ class Machine:
         return pages
 
     def compare(self) -> None:
-        model, now = self.model, self.pool.statistics()
+        model, now = self.model, self.statistics()
         self.account = now
         assert now["payload_bytes"] == model.payload
         assert now["live_pages"] == model.live_pages
@@ -146,7 +151,7 @@ class Machine:
         if self.page_bytes < SYSTEM_PAGE:
             # Pages smaller than the system's may lie so that giving up some frees no memory.
             self.follow_evictions()
-        now = self.pool.statistics()
+        now = self.statistics()
         assert now["evicted_pages"] == self.model.evicted_pages
         self.account = now
         least = (self.model.live_pages - self.model.spare + pages) * self.page_bytes
