@@ -125,14 +125,14 @@ def test_gradients_are_those_of_the_same_code_used_whole(name, layout) -> None:
         )
 
 
-def test_an_exact_policy_keeps_the_input_and_every_bit() -> None:
+def test_an_exact_policy_computes_the_input_again_to_every_bit() -> None:
     model, x = make(torch.channels_last)
     found, (capture, _) = steps(model, x, "exact", chunked=True)
     expected, _ = steps(model, x, None)
     differing = [key for key, value in expected.items() if not torch.equal(found[key], value)]
     assert differing == []
     (conv,) = (r for r in capture.sites() if r.site.operator == "conv2d")
-    assert conv.treatment.method is Method.KEEP
+    assert conv.treatment.method is Method.RECOMPUTE  # tanh of the caller's own tensor
 
 
 def test_no_more_than_a_chunk_is_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,12 @@ pytestmark = pytest.mark.smoke
 
 FUNCTIONS = {
     "torch._C.DisableTorchFunction",
+    "torch._C.DispatchKey.AutocastCPU",
+    "torch._C.DispatchKey.AutocastCUDA",
+    "torch._C.DispatchKeySet",
+    "torch._C._AutoDispatchBelowAutograd",
+    "torch._C._DisableTorchDispatch",
+    "torch._C._ExcludeDispatchKeyGuard",
     "torch._C._autograd._get_current_graph_task_keep_graph",
     "torch._C._autograd._get_sequence_nr",
     "torch._C._autograd._pop_saved_tensors_default_hooks",

@@ -111,18 +111,21 @@ class Observer:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follow module calls and gradients; runs around forward and backward."""
-        handles = list(self._register_hooks())
-        self._meter.begin()
-        start_s = self.now_s()
+        handles: list[Any] = []
         try:
-            yield
+            handles.extend(self._register_hooks())  # an interrupt leaves those so far to remove
+            self._meter.begin()
+            start_s = self.now_s()
+            try:
+                yield
+            finally:
+                self.found.step_ms = 1000.0 * (self.now_s() - start_s) - self._coding_ms
+                if self._begun:
+                    self._close_moment()
+                self._meter.finish(self.found.peak_bytes)
         finally:
-            self.found.step_ms = 1000.0 * (self.now_s() - start_s) - self._coding_ms
             for handle in handles:
                 handle.remove()
-            if self._begun:
-                self._close_moment()
-            self._meter.finish(self.found.peak_bytes)
             self._end_saves()
 
     def _register_hooks(self) -> Iterator[Any]:

@@ -333,10 +333,13 @@ class Falling:
         run = session._gradient.run
 
         def attempt(*arguments: Any, **keywords: Any) -> float:
-            self.evicted_before = self.pool.evicted_bytes
+            self.evicted_before = self._evicted_bytes()
             return run(*arguments, **keywords)
 
         session._gradient.run = attempt  # type: ignore[method-assign]
+
+    def _evicted_bytes(self) -> int:
+        return sum(each.evicted_bytes for each in self.pool.all())
 
     @property
     def limit_bytes(self) -> int:
@@ -358,7 +361,7 @@ class Falling:
 
     def _move(self, percent: int, left_percent: int, comes_back: bool) -> None:
         """To so much of what it is; others leave so much of that, beside what they are left."""
-        held_bytes, evicted = self.memory.held_bytes(), self.pool.evicted_bytes
+        held_bytes, evicted = self.memory.held_bytes(), self._evicted_bytes()
         moves, before_bytes = len(self.session.budget_history), self.limit_bytes
         left_bytes = left_percent * before_bytes // 100 + RESERVE_BYTES
         self.device.others_bytes = self.device.total_bytes - NOBODY_S_BYTES - left_bytes
@@ -366,7 +369,7 @@ class Falling:
         changes = self.session.budget_history[moves:]
         assert self.limit_bytes <= min(asked_bytes, left_bytes)
         told = sum(change.evicted_bytes for change in changes)
-        assert (told > 0) is (self.pool.evicted_bytes > evicted)
+        assert (told > 0) is (self._evicted_bytes() > evicted)
         self.since = self.memory.held_bytes()
         assert self.since <= held_bytes or self.since <= self.limit_bytes
         if changes and self.since > self.limit_bytes:  # all has gone that may
@@ -394,7 +397,7 @@ class Falling:
             return
         assert math.isfinite(report.loss)
         assert report.budget_bytes == self.limit_bytes
-        assert report.evicted_bytes == self.pool.evicted_bytes - self.evicted_before
+        assert report.evicted_bytes == self._evicted_bytes() - self.evicted_before
         assert session.evicted_bytes == evicted + report.evicted_bytes
         for each, value in zip(parameters, before, strict=True):
             assert each.grad is not None
