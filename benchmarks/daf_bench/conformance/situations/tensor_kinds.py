@@ -26,11 +26,10 @@ REFUSED = ("DoubleBackwardError", "DataError", "ReleaseRefusedError", "GradientE
 
 @CASES.add("in_place")
 def in_place() -> Work:
-    """ReLU, addition and scaling in place."""
+    """Addition, scaling and ReLU in place."""
 
     def function(values: Tensor) -> Tensor:
-        values = F.relu_(values * 1.0)
-        return values.add_(0.5).mul_(1.5)
+        return F.relu_((values * 1.0).add_(0.5).mul_(1.5))
 
     return between(function)
 
@@ -41,7 +40,7 @@ def in_place_on_view() -> Work:
 
     def function(values: Tensor) -> Tensor:
         values = values * 2
-        values[:, :8].copy_(values[:, 8:16].sin())
+        values[:, :8].copy_(values[:, 8:16].clone().sin())
         values.view(-1, WIDTH // 2, 2)[..., 0].mul_(0.5)
         return values
 
