@@ -38,18 +38,11 @@ LEAST_WITH_STATISTICS = 2  # examples, where layers take statistics over them
 HOPELESS = 0.9  # of what a step is expected to take: a plan may need less than what was observed
 _OF_SINGLE_EXAMPLES = (F.cross_entropy, F.nll_loss)
 # Shapes, types and places in memory, which the capture asks for as well.
-_ABOUT_TENSORS = {
-    *(
-        "__get__",
-        "__len__",
-        "data_ptr",
-        "dim",
-        "element_size",
-        "is_contiguous",
-        "is_floating_point",
-    ),
-    *("nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"),
-}
+_ABOUT = """
+__get__ __len__ data_ptr dim element_size is_contiguous is_floating_point nelement numel size
+storage_offset stride untyped_storage
+"""
+_ABOUT_TENSORS = frozenset(_ABOUT.split())
 NO_PART_RUNS = "no part of it runs by itself, or no dimension of its tensors is one of examples"
 
 
