@@ -115,7 +115,8 @@ class ReplayProof:
             self._refusals[target.path] = NO_ROOM
             return target.forward(*arguments, **keywords)
         first, start_s = len(self._saves.found), time.thread_time()
-        result = target.forward(*arguments, **keywords)
+        with self._saves.inside():
+            result = target.forward(*arguments, **keywords)
         with without_torch_function():
             what = (target.path, target.forward, inputs, state, self._saves.since(first))
             self._note(_Call(*what, _all_of(result), time.thread_time() - start_s))
@@ -171,7 +172,7 @@ class ReplayProof:
         saves = _Saves(self._constants, holds=True)
         try:
             arguments, keywords = call.inputs.restore(Scratch())
-            with call.state.restored(), saves.watching(), eagerly():
+            with call.state.restored(), saves.watching(), saves.inside(), eagerly():
                 result = call.forward(*arguments, **keywords)
         except Exception as error:  # a module's own, which the first run did not raise
             return f"called again from the same state, it raised {type(error).__name__}: {error}"
@@ -201,13 +202,23 @@ class _ModelState:
 
 
 class _Saves:
-    """Fingerprints of what autograd saves inside ``watching``, but for memory of ``constants``."""
+    """Fingerprints of what autograd saves ``inside`` calls, but for memory of ``constants``."""
 
     def __init__(self, constants: set[int], *, holds: bool) -> None:
         self.found: list[Fingerprint] = []
         self._constants = constants
         self._holds = holds
         self._is_undefined = False
+        self._depth = 0
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Read what a call inside saves; what others save tells nothing."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -235,7 +246,7 @@ class _Saves:
 
     def _pack(self, tensor: Tensor) -> Tensor | None:
         with without_torch_function():
-            if not self._is_constant(tensor) and not self._is_undefined:
+            if self._depth and not self._is_undefined and not self._is_constant(tensor):
                 self.found.append(Fingerprint.whole(tensor))
             return tensor.detach() if self._holds else None
 
