@@ -30,6 +30,7 @@ UNWANTED_IN_TRAINING = {
     "matplotlib",
     "scipy",
     "sklearn",
+    "sympy",
     "transformers",
     "PIL",
     "pandas",

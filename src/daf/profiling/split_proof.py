@@ -166,8 +166,9 @@ class SplitProof:
                 loss, operators = self._forward(batch, examples, disturbed)
             mean = loss.mean.item()
             share = 1.0 / (float(loss.weight) or math.nan) if loss.is_sum else 1.0
+            total = loss.total * -share  # backward given a gradient imports SymPy: 35 MB
             with backward:
-                loss.total.backward(torch.full_like(loss.total, -share))  # type: ignore[no-untyped-call]
+                total.backward()  # type: ignore[no-untyped-call]
         refusal = _different_buffer(self._buffers(), written)
         if not _orders_alike(*(each.ordered for each in (operators, *parts))):
             refusal = refusal or _ORDERED
