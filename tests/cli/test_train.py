@@ -30,7 +30,6 @@ UNWANTED_IN_TRAINING = {
     "matplotlib",
     "scipy",
     "sklearn",
-    "sympy",
     "transformers",
     "PIL",
     "pandas",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -145,3 +147,21 @@ def test_a_proof_takes_two_of_a_class_only_where_more_than_a_loss_reads_classes(
         session.prepare(batch(), loss)
         assert bool(session.split_refusal) == (loss is by_class)
     assert taken[0] == examples
+
+
+PROVE = """
+import sys, torch
+from daf.profiling.split_proof import SplitProof
+from daf.step.batch_cut import possible_cuts
+whole = torch.randn(4, 6), torch.randn(4, 5)
+loss = lambda model, part: (model(part[0]) - part[1]).square().mean()
+proof = SplitProof(torch.nn.Linear(6, 5), loss, statistics=True)
+assert proof.run(whole, next(possible_cuts(whole)), 4)[1] == ""
+print("sympy" in sys.modules)
+"""
+
+
+def test_a_proof_does_not_make_pytorch_import_sympy() -> None:
+    """In a process of its own: here, other tests may have."""
+    done = subprocess.run([sys.executable, "-c", PROVE], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -123,6 +123,15 @@ def refusals(model: nn.Module, *paths: str, **limits: Any) -> dict[str, str]:
     return dict(proof.run_again())
 
 
+def test_only_what_the_calls_that_are_tried_save_is_read() -> None:
+    model = nn.Sequential(nn.Sigmoid(), nn.Tanh(), nn.Sigmoid())
+    proof = ReplayProof(model, ["1"])
+    with proof.watching():
+        model(torch.ones(3, WIDTH, requires_grad=True)).square().sum()
+    assert len(proof._saves.found) == 1
+    assert proof.run_again() == {}
+
+
 @pytest.mark.parametrize("kind", REPEATED)
 def test_what_repeats_itself_is_let_through(kind: str) -> None:
     model = nn.Sequential(Scaled(REPEATED[kind]), Scaled(REPEATED[kind]))
