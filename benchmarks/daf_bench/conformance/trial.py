@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,8 @@ CODED_SEEDS = 8
 EXPECTED_SEEDS = 12
 # Trials of how far a rounding moves plain: usually, and where it moves it far.
 ROUNDED_TRIALS, CHAOTIC_TRIALS = 2, 6
+# There a way is one more trial, which lies beyond the furthest of six once in seven.
+CHAOTIC_FACTOR = 2.0
 # Ways that change no rounding: plain's bits, where plain repeats its own.
 _BITWISE = ("exact", "replay", "compress exact")
 # Beyond this share of its square the mean of eight coded gradients is told as far.
@@ -57,6 +59,8 @@ class Judge:
     draws: bool
     plain_ms: float
     known: dict[str, Any] = field(default_factory=dict)  # what its first session measured
+    moved: dict[bool, list[Trace]] = field(default_factory=dict)  # by roundings; with dropout off
+    calm: list[Judge] = field(default_factory=list)  # of the copy whose norms damp
 
     def fresh(self, *, quiet: bool = False) -> Work:
         """Return a fresh copy, as plain trained it; ``quiet``: without dropout."""
@@ -150,6 +154,9 @@ def _tried(judge: Judge, name: str, train: Callable[[Judge], ways.Outcome]) -> R
         return found | coded | (_mean_of_codes(judge) if is_first else {})
     verdict = _verdict(judge, name, outcome)
     if verdict is None:
+        verdict = _calm_verdict(judge, train)
+        found["calm"] = verdict is not None
+    if verdict is None:
         return found | {"outcome": "not judged"}
     found |= {"outcome": "right" if verdict.is_right else "wrong", "apart": verdict.difference}
     if name in _BITWISE and judge.is_repeatable:
@@ -199,21 +206,27 @@ def _held(
     found = compared(plain, other, tolerance, with_random=with_random, noise=noise)
     if found.is_right or math.isinf(found.difference):
         return found
-    rounding = _rounding_noise(judge, plain, quiet=quiet)
-    if rounding > MOST_NOISE and found.difference <= rounding:
+    moved = _moved_by_rounding(judge, plain, quiet=quiet)
+    near = [compared(each, other, tolerance, with_random=False, noise=noise) for each in moved]
+    if any(each.is_right for each in near):  # it took another side of a ReLU, as a rounding does
+        return compared(plain, other, tolerance, with_random=with_random, noise=found.difference)
+    rounding = max(_apart(plain, each) for each in moved)
+    if rounding > MOST_NOISE and found.difference <= CHAOTIC_FACTOR * rounding:
         return None
     noise += min(MOST_NOISE, NOISE_FACTOR * rounding)
     return compared(plain, other, tolerance, with_random=with_random, noise=noise)
 
 
-def _rounding_noise(judge: Judge, plain: Trace, *, quiet: bool) -> float:
-    """Return how far plain moves when every parameter moves by about its last place.
+def _moved_by_rounding(judge: Judge, plain: Trace, *, quiet: bool) -> list[Trace]:
+    """Return what plain does when every parameter moves by about its last place.
 
-    Of two trials; of more where these move it far, since the furthest of two says little then.
+    Two trials; more where these go far, since the furthest of two says little then.
     """
-    worst = 0.0
+    if quiet in judge.moved:
+        return judge.moved[quiet]
+    moved = judge.moved.setdefault(quiet, [])
     for seed in range(1, 1 + CHAOTIC_TRIALS):
-        if seed > ROUNDED_TRIALS and worst <= MOST_NOISE:
+        if seed > ROUNDED_TRIALS and max(_apart(plain, each) for each in moved) <= MOST_NOISE:
             break
         work = judge.fresh(quiet=quiet)
         noise = torch.Generator().manual_seed(seed)
@@ -224,9 +237,37 @@ def _rounding_noise(judge: Judge, plain: Trace, *, quiet: bool) -> float:
                     each.mul_(1 + torch.finfo(each.dtype).eps * signs.to(each.dtype))
         seed_all(judge.seed)
         work.reset()
-        moved = ways.train_plain(work, judge.rate)
-        worst = max(worst, compared(plain, moved, 0.0, with_random=False).difference)
-    return worst
+        moved.append(ways.train_plain(work, judge.rate))
+    return moved
+
+
+def _apart(first: Trace, second: Trace) -> float:
+    return compared(first, second, 0.0, with_random=False).difference
+
+
+def _calm_verdict(judge: Judge, train: Callable[[Judge], ways.Outcome]) -> Verdict | None:
+    """Judge a way on a copy whose norms have an epsilon of 1, by which roundings grow less."""
+    if judge.is_random:
+        return None
+    if not judge.calm:
+        case = replace(judge.case, build=partial(_calmed, judge.case.build))
+        try:
+            judge.calm.append(_judge(case, judge.seed))
+        except NotApplicableError:
+            return None
+    (calm,) = judge.calm
+    trace = train(calm).trace
+    return None if trace is None else _held(calm, calm.plain, trace, 0.0)
+
+
+def _calmed(build: Callable[[], Work]) -> Work:
+    work = build()
+    norms = [each for each in work.model.modules() if isinstance(getattr(each, "eps", None), float)]
+    if not norms:
+        raise NotApplicableError("no norm has an epsilon")
+    for norm in norms:
+        norm.eps = 1.0
+    return work
 
 
 def _without_dropout(judge: Judge, name: str) -> tuple[bool, Verdict | None]:
