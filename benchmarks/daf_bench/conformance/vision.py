@@ -16,6 +16,8 @@ from daf_bench.conformance.case import Case, Work
 
 BATCH, CLASSES, IMAGE = 4, 8, 32
 LARGER: dict[str, Any] = {"img_size": 64}
+# Of a detector's two stages: usually hundreds, whose features are sampled slowly in Python.
+FEW_REGIONS = {"rpn_post_nms_top_n_train": 24, "box_batch_size_per_image": 8}
 # torchvision's native operators that its Python part registers kernels for.
 _NATIVE = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -47,6 +49,9 @@ def load_torchvision() -> None:
         from torchvision.ops import boxes
 
         boxes._assert_has_ops = lambda: None
+        # Compiled, it takes seconds for each number of regions.
+        regions = sys.modules["torchvision.ops.roi_align"]
+        regions._roi_align = regions._roi_align.__wrapped__  # type: ignore[attr-defined]
 
 
 def suppressed(boxes: Tensor, scores: Tensor, threshold: float) -> Tensor:
@@ -55,11 +60,13 @@ def suppressed(boxes: Tensor, scores: Tensor, threshold: float) -> Tensor:
     opposite = torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
     common = (opposite - corners).clamp(min=0).prod(-1)
     areas = (boxes[:, 2:] - boxes[:, :2]).prod(-1)
-    overlap = common / (areas[:, None] + areas[None, :] - common)
+    overlaps = common > threshold * (areas[:, None] + areas[None, :] - common)
+    is_free = torch.ones(len(boxes), dtype=torch.bool)
     kept: list[int] = []
     for each in scores.argsort(descending=True, stable=True).tolist():
-        if all(float(overlap[each, other]) <= threshold for other in kept):
+        if is_free[each]:
             kept.append(each)
+            is_free &= ~overlaps[each]
     return torch.tensor(kept, dtype=torch.int64)
 
 
@@ -164,11 +171,14 @@ def _detector(name: str) -> Work:
     elif name == "RetinaNet":
         model = detection.RetinaNet(_backbone(), 3, anchor_generator=anchors, **sizes)
     else:
-        options = {"num_keypoints": 3} if name == "KeypointRCNN" else {}
+        options: dict[str, Any] = {"num_keypoints": 3} if name == "KeypointRCNN" else {}
+        if name == "MaskRCNN":
+            predictor = detection.mask_rcnn.MaskRCNNPredictor(256, 32, 3)
+            options = {"mask_predictor": predictor}
         make = getattr(detection, name)
         model = make(
             _backbone(), rpn_anchor_generator=anchors, box_head=_box_head(), **options, **sizes,
-            **_pooled(name),
+            **_pooled(name), **FEW_REGIONS,
         )  # fmt: skip
         model.roi_heads.box_predictor = detection.faster_rcnn.FastRCNNPredictor(64, 3)
     scenes = _scenes(masks=name == "MaskRCNN", keypoints=name == "KeypointRCNN")
