@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import planned
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import MIB, blocks, large, profile, profiles, saving
@@ -27,9 +28,12 @@ from daf.session import plan_selector as module
 from daf.session.plan_selector import (
     ANOTHER_PROCESS_BYTES,
     FEW_EXAMPLES_SHARE,
+    MORE_SIZES_BYTES,
+    THREAD_BYTES,
     PeakMeasurement,
     PlanSelector,
 )
+from daf.step.splitting import NO_ROOM_TO_PROVE
 
 few = settings(max_examples=at_most(25, 12), deadline=None)
 LEVELS = ("plain", "exact", "8-bit", "4-bit", "3-bit", "2-bit", "1-bit")
@@ -474,17 +478,33 @@ def test_the_least_budget_is_the_least_of_both() -> None:
     assert error.value.least_bytes == least + ANOTHER_PROCESS_BYTES + 1
 
 
-@pytest.mark.parametrize(("timed", "share"), [(8, 0.0), (4, FEW_EXAMPLES_SHARE)])
+@pytest.mark.parametrize(("timed", "is_few"), [(8, False), (4, True)])
 def test_a_whole_batch_foretold_by_few_examples_is_given_more_room(
-    timed: int, share: float
+    timed: int, is_few: bool
 ) -> None:
     """A quarter of the batch is measured as a rule; here there was room for one size."""
     measured = replace(large(60), batch_size=32, micro_batch_ms=((timed, 30.0),))
     least = planned.least_budget(measured)
     with pytest.raises(BudgetError) as error:
         chosen(measured).begin(Profiles(measured), least - MIB)
-    more_bytes = int(share * (least - measured.floor_bytes))
-    assert error.value.least_bytes == least + ANOTHER_PROCESS_BYTES + more_bytes + 1
+    more_bytes = MORE_SIZES_BYTES + THREAD_BYTES * torch.get_num_threads()
+    more_bytes += int(FEW_EXAMPLES_SHARE * (least - measured.floor_bytes))
+    expected = least + ANOTHER_PROCESS_BYTES + (more_bytes if is_few else 0) + 1
+    assert error.value.least_bytes == expected
+
+
+@pytest.mark.parametrize("proof_share", [0.5, 1.5])
+def test_where_a_proof_lacked_room_a_budget_is_named_that_has_it_for_proof_and_parts(
+    proof_share: float,
+) -> None:
+    parts = replace(large(60), split_refusal="", micro_batch_ms=((4, 20.0), (8, 30.0)))
+    least = planned.least_budget(parts)
+    proof_bytes = int(proof_share * least)
+    measured = replace(parts, split_refusal=NO_ROOM_TO_PROVE, proof_bytes=proof_bytes)
+    with pytest.raises(BudgetError) as error:
+        chosen(measured).begin(Profiles(measured), least // 2)
+    expected = max(least + 1, proof_bytes + MORE_SIZES_BYTES) + ANOTHER_PROCESS_BYTES
+    assert error.value.least_bytes == expected
 
 
 @pytest.mark.parametrize("policy", ["sage", "checkpoint", "reduce", "2-bit"])

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
+
 from daf.core.errors import BudgetError
 from daf.core.json_dataclasses import Resumable
 from daf.core.plan import Plan
@@ -38,10 +40,11 @@ ANOTHER_PROCESS_BYTES = 2 * 2**20
 # Extra bytes of a process with room to time steps of every size: PyTorch makes kernels for each,
 # and they stay (3 to 4 MB measured on small networks).
 MORE_SIZES_BYTES = 4 * 2**20
-# Added to a least budget, as a share of what is modelled, where fewer examples than are usual
-# foretold a whole batch: libraries' own memory does not grow in a straight line (ResNet-18 on
-# images of 32 x 32 took 1.5 % more).
-FEW_EXAMPLES_SHARE = 0.05
+# Where fewer examples than are usual foretold a whole batch, a least budget has more: a share of
+# what is modelled, since not all grows in a straight line (ResNet-18 on images of 32 x 32 took
+# 1.5 % more), and what MKL keeps for each thread once products are large (1.8 MB measured).
+FEW_EXAMPLES_SHARE = 0.015
+THREAD_BYTES = 2 * 2**20
 # Bytes that a background search may hold: 20 MB were measured for 1,000 sites.
 SEARCH_BYTES = 24 * 2**20
 # A smaller predicted peak is lost in the floor and would make proportions meaningless.
@@ -404,15 +407,15 @@ class PlanSelector(Resumable):
         if len(timed) == 1 and not own.split_refusal:
             added_bytes += MORE_SIZES_BYTES
         elif len(timed) == 1 and timed[0] < probe_sizes(own.batch_size)[-1]:
+            added_bytes += MORE_SIZES_BYTES + THREAD_BYTES * torch.get_num_threads()
             added_bytes += int(FEW_EXAMPLES_SHARE * (modelled_bytes - own.floor_bytes))
         least = self._actual(modelled_bytes)
-        if own.proof_bytes:  # a batch that is not cut for want of room would be, with that
-            proof_bytes = own.proof_bytes + MORE_SIZES_BYTES
-            if own.split_refusal == NO_ROOM_TO_PROVE:  # and the parts themselves need room
-                cut = [replace(each, split_refusal="") for each in self._planned]
-                least_cut = planner.least_feasible_budget(cut, self.constraints)
-                proof_bytes = max(proof_bytes, self._actual(least_cut))
-            least = (min if own.split_refusal == NO_ROOM_TO_PROVE else max)(least, proof_bytes)
+        if own.split_refusal == NO_ROOM_TO_PROVE:  # with that room the batch would be cut
+            # What it takes whole is known by steps too small to tell.
+            cut = [replace(each, split_refusal="") for each in self._planned]
+            least = self._actual(planner.least_feasible_budget(cut, self.constraints))
+        if own.proof_bytes:
+            least = max(least, own.proof_bytes + MORE_SIZES_BYTES)
         return least + added_bytes
 
     def modelled(self, budget_bytes: int) -> int:
