@@ -310,8 +310,8 @@ def test_a_measurement_that_is_refused_memory_is_given_up_and_training_goes_on(
 
 @needs_limit
 def test_measuring_keeps_within_the_budget() -> None:
-    budget = least_budget(policy="quantize") + 2_000_000
-    model, batch = Branches(), images()
+    model, batch = Branches(), images(96)  # enough that the least budget needs codes
+    budget = least_budget(batch, policy="quantize") + 2_000_000
     with session_for(model, budget, policy="quantize") as session:
         process_memory.reset_peak()
         for _ in range(3):
@@ -323,8 +323,8 @@ def test_measuring_keeps_within_the_budget() -> None:
 
 @needs_limit
 def test_planning_by_new_numbers_is_part_of_their_price() -> None:
-    model, batch = Branches(), images()
-    budget = least_budget(tolerance=None, split=True) + 1_000_000  # without the room of a proof
+    model, batch = Branches(), images(96)
+    budget = least_budget(batch, tolerance=None, split=True) + 1_000_000  # without a proof's room
     with session_for(model, budget, split=True) as session:
         session.prepare(batch, cross_entropy)
         schedule, sensed = session.noise.tracker.schedule, session.noise.tracker
