@@ -211,7 +211,7 @@ def _held(
     if any(each.is_right for each in near):  # it took another side of a ReLU, as a rounding does
         return compared(plain, other, tolerance, with_random=with_random, noise=found.difference)
     rounding = max(_apart(plain, each) for each in moved)
-    if rounding > MOST_NOISE and found.difference <= CHAOTIC_FACTOR * rounding:
+    if _is_chaotic(rounding) and found.difference <= CHAOTIC_FACTOR * rounding:
         return None
     noise += min(MOST_NOISE, NOISE_FACTOR * rounding)
     return compared(plain, other, tolerance, with_random=with_random, noise=noise)
@@ -226,7 +226,7 @@ def _moved_by_rounding(judge: Judge, plain: Trace, *, quiet: bool) -> list[Trace
         return judge.moved[quiet]
     moved = judge.moved.setdefault(quiet, [])
     for seed in range(1, 1 + CHAOTIC_TRIALS):
-        if seed > ROUNDED_TRIALS and max(_apart(plain, each) for each in moved) <= MOST_NOISE:
+        if seed > ROUNDED_TRIALS and not _is_chaotic(max(_apart(plain, each) for each in moved)):
             break
         work = judge.fresh(quiet=quiet)
         noise = torch.Generator().manual_seed(seed)
@@ -239,6 +239,10 @@ def _moved_by_rounding(judge: Judge, plain: Trace, *, quiet: bool) -> list[Trace
         work.reset()
         moved.append(ways.train_plain(work, judge.rate))
     return moved
+
+
+def _is_chaotic(rounding: float) -> bool:
+    return NOISE_FACTOR * rounding > MOST_NOISE
 
 
 def _apart(first: Trace, second: Trace) -> float:
