@@ -1,12 +1,13 @@
 """The processor's kernels where the device's stand: codes in a device's pages, without Triton.
 
 What was given up is gone, so that gradients are those of the planes that are left. Working
-memory is NumPy's, which is not the simulated device's.
+memory is mapped: what NumPy allocates may count as the simulated device's, and be refused.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from typing import Any
 
 import native_calls
@@ -22,6 +23,11 @@ from daf.kernels.triton.planes import DevicePlanes
 
 Words = npt.NDArray[np.int32]
 FLOAT32 = ElementType.FLOAT32
+
+
+def mapped(words: int) -> Words:
+    """So many words of zeros, which no allocator is asked for."""
+    return np.frombuffer(mmap.mmap(-1, 4 * words), np.int32)
 
 
 def pages_of(planes: DevicePlanes, plane: int) -> list[Words]:
@@ -53,15 +59,18 @@ def write(planes: DevicePlanes, plane: int, words: Words) -> None:
 
 def read(planes: DevicePlanes, plane: int) -> Words:
     """Zeros where pages are gone."""
-    words = np.zeros(words_per_plane(planes.elements), np.int32)
-    found = np.concatenate(pages_of(planes, plane))
-    words[: len(found)] = found
+    words = mapped(words_per_plane(planes.elements))
+    first = 0
+    for page in pages_of(planes, plane):
+        words[first : first + len(page)] = page
+        first += len(page)
     return words
 
 
 def _scratch(planes: DevicePlanes) -> tuple[Words, PageFields]:
     """A row for each plane and one for the headers, on the processor."""
-    words = np.empty((planes.bits + 1, words_per_plane(planes.elements)), np.int32)
+    rows, width = planes.bits + 1, words_per_plane(planes.elements)
+    words = mapped(rows * width).reshape(rows, width)
     return words, PageFields.flat(words.ctypes.data, planes.elements, planes.bits)
 
 
@@ -75,8 +84,7 @@ def _read(planes: DevicePlanes) -> tuple[Words, PageFields]:
     words, fields = _scratch(planes)
     for plane in range(planes.kept):
         words[plane] = read(planes, plane)
-    headers = np.concatenate(pages_of(planes, planes.bits))
-    words[planes.bits][: len(headers)] = headers
+    words[planes.bits] = read(planes, planes.bits)
     return words, fields
 
 
