@@ -19,7 +19,7 @@ from daf.recompute.proof import NO_ROOM, NO_TIME, ReplayProof
 from daf.saved_tensors.observation import NO_CALL, ModuleCall, Observation
 
 # Of a plain step's time, for batches of LEAST_EXAMPLES and more; smaller ones have longer.
-MOST_STEPS = 0.2
+MOST_STEPS = 0.1
 PASS_STEPS = 0.4  # besides, of a pass with all examples
 GRACE = 2.5  # times as long for the first module of each kind
 MOST_STEPS_SMALL = 4.0

@@ -113,15 +113,18 @@ class LossWeights(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator; PyTorch calls this."""
-        found, name = self._called(func, args, kwargs or {}), getattr(func, "__name__", "")
-        given = (*args, *(kwargs or {}).values())
+        kwargs = kwargs or {}
+        found, name = self._called(func, args, kwargs), getattr(func, "__name__", "")
         if isinstance(found, bool):
             self.branches.append(found)
+        if not (self._reads_all or isinstance(found, (Tensor, tuple, list))):
+            return found  # a shape, a flag or a module's setting: nothing to follow
+        given = (*args, *kwargs.values())
         is_read = self._reads_all or _is_differentiable(found)
         if is_read:
             self.functions.add(name)
             self.functions |= {self._names[id(each)] for each in given if id(each) in self._names}
-        self._follow(name, given, kwargs or {}, found, is_read)
+        self._follow(name, given, kwargs, found, is_read)
         return found
 
     def _follow(
