@@ -245,6 +245,8 @@ int64_t refuse_after(int64_t requests) { return state().refusals.name(requests);
 
 uint64_t trim(uint64_t bytes) { return state().heap.shed(bytes); }
 
+void drop_unwinding_tables() { dl_iterate_phdr(daf::drop_unwinding_tables, nullptr); }
+
 Account& account() { return state().account; }
 
 bool set_phase(const std::string& name) {

@@ -53,6 +53,8 @@ int64_t refuse_after(int64_t requests);
 
 // Returns all recycled bytes, or at least `bytes`, to the system; returns how many.
 uint64_t trim(uint64_t bytes);
+// Gives back the tables of all libraries that exceptions read to unwind: clean pages of files.
+void drop_unwinding_tables();
 
 Account& account();
 // Names the phase of later statistics, "" none; false beyond 15 phases or 31 characters.

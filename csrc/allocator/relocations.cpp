@@ -89,19 +89,18 @@ bool is_left_alone(const char* path) {
              "libubsan", "liblsan", "libmemray", "linux-vdso"});
 }
 
-bool contains(const dl_phdr_info& info, const void* address) {
-  const auto wanted = reinterpret_cast<uintptr_t>(address);
+const ElfW(Phdr) * segment_at(const dl_phdr_info& info, uintptr_t wanted) {
   for (int index = 0; index < info.dlpi_phnum; ++index) {
     const ElfW(Phdr) & header = info.dlpi_phdr[index];
     const uintptr_t first = info.dlpi_addr + header.p_vaddr;
-    if (header.p_type == PT_LOAD && wanted - first < header.p_memsz) return true;
+    if (header.p_type == PT_LOAD && wanted - first < header.p_memsz) return &header;
   }
-  return false;
+  return nullptr;
 }
 
 // Our own calls must reach the real functions.
 bool is_ourselves(const dl_phdr_info& info) {
-  return contains(info, reinterpret_cast<const void*>(&is_ourselves));
+  return segment_at(info, reinterpret_cast<uintptr_t>(&is_ourselves)) != nullptr;
 }
 
 }  // namespace
@@ -113,6 +112,29 @@ bool file_starts_with(const char* path, std::initializer_list<const char*> prefi
     if (std::strncmp(name, prefix, std::strlen(prefix)) == 0) return true;
   }
   return false;
+}
+
+int drop_unwinding_tables(dl_phdr_info* info, size_t, void*) {
+  constexpr uint8_t relative_int32 = 0x1b;  // DW_EH_PE_pcrel | DW_EH_PE_sdata4
+  const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
+  for (int index = 0; index < info->dlpi_phnum; ++index) {
+    const ElfW(Phdr) & found = info->dlpi_phdr[index];
+    if (found.p_type != PT_GNU_EH_FRAME) continue;
+    // A sorted index, which says where the table lies: before it, or up to the segment's end.
+    const uintptr_t index_first = info->dlpi_addr + found.p_vaddr, field = index_first + 4;
+    const ElfW(Phdr)* segment = segment_at(*info, index_first);
+    const auto encoding = reinterpret_cast<const uint8_t*>(index_first)[1];
+    if (!segment || segment->p_flags & PF_W || encoding != relative_int32) continue;
+    const uintptr_t table = field + *reinterpret_cast<const int32_t*>(field);
+    if (segment_at(*info, table) != segment) continue;
+    const uintptr_t end = table < index_first
+                              ? index_first + found.p_memsz
+                              : info->dlpi_addr + segment->p_vaddr + segment->p_filesz;
+    const uintptr_t first = (std::min(table, index_first) + page - 1) / page * page;
+    const uintptr_t last = end / page * page;
+    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+  }
+  return 0;
 }
 
 void Relocations::apply(uint32_t which) { walk(which, 0); }
@@ -185,7 +207,7 @@ Relocations::Slots Relocations::scan(const dl_phdr_info& info) const {
       const auto found = wanted.find(uint32_t(ELF64_R_SYM(entry[index].r_info)));
       if (found == wanted.end()) continue;
       auto* slot = reinterpret_cast<uintptr_t*>(info.dlpi_addr + entry[index].r_offset);
-      const bool is_stub = contains(info, reinterpret_cast<const void*>(*slot));
+      const bool is_stub = segment_at(info, *slot) != nullptr;
       const uintptr_t resolved = is_stub ? resolved_[found->second] : 0;
       library.slots.push_back({slot, found->second, caller, resolved});
     }

@@ -33,6 +33,9 @@ using Choice = Library (*)(const char* path);
 // True if the file's name begins with one of these.
 bool file_starts_with(const char* path, std::initializer_list<const char*> prefixes);
 
+// Gives back a library's tables that exceptions read to unwind (`dl_iterate_phdr` calls it).
+int drop_unwinding_tables(dl_phdr_info* info, size_t size, void* nothing);
+
 // One object must not be used from two threads at once.
 class Relocations {
  public:

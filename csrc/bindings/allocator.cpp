@@ -156,6 +156,7 @@ void bind_allocator(nb::module_& parent) {
   module.def(
       "trim", [](nb::object bytes) { return allocator::trim(bytes_or_no_limit(bytes)); },
       nb::arg("bytes").none());
+  module.def("drop_unwinding_tables", &allocator::drop_unwinding_tables);
   module.def("statistics", &statistics);
   module.def("phases", &phases);
   module.def("set_phase", &allocator::set_phase);

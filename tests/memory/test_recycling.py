@@ -547,3 +547,36 @@ def test_above_a_lowered_limit_a_freed_block_goes_back_instead_of_being_kept() -
         assert number("held_bytes.current") == allocator.limit_bytes
         assert number("recycled_bytes.current") == 40 * MIB
         assert kept[-1].item() == 3.0
+
+
+def test_what_an_exception_reads_to_unwind_goes_back_to_its_files() -> None:
+    found = run_python("""
+        import torch
+        from daf._native import allocator as native
+
+        def file_bytes():
+            with open("/proc/self/status") as status:
+                return next(1024 * int(line.split()[1]) for line in status if "RssFile" in line)
+
+        def refuse():
+            try:
+                y = torch.ones(1, requires_grad=True).expand(2**24, 2**22)
+                y.tanh()
+            except RuntimeError:
+                pass
+
+        torch.ones(4, requires_grad=True).tanh().sum().backward()
+        before = file_bytes()
+        refuse()
+        read = file_bytes() - before
+        native.drop_unwinding_tables()
+        left = file_bytes() - before
+        refuse()  # they are read again
+        torch.ones(4, requires_grad=True).tanh().sum().backward()
+        print(read, left, file_bytes() - before)
+    """)
+    assert found.returncode == 0, found.stderr
+    read, left, again = map(int, found.stdout.split())
+    assert read > MIB
+    assert left < read / 4
+    assert left < again <= read + MIB

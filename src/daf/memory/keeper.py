@@ -97,7 +97,7 @@ class Keeper(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Return all free memory to the system."""
+        """Return all free memory to the system, and what a refusal's exception has read."""
 
     @abstractmethod
     def refusals(self) -> int:
