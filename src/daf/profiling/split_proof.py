@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ class SplitProof:
         some = cut.pick(batch, cut.telling(batch, examples))
         writes = ParameterWrites(self._model)
         try:
-            with self._without_statistics(), writes:
+            with self._quietly(), writes:
                 weighing, refusal = self._sketched(some, cut, examples)
             if not refusal and self._snapshot.has_drawn():
                 refusal = _DRAWN
@@ -248,22 +249,39 @@ class SplitProof:
         return {name: each.detach().clone() for name, each in self._model.named_buffers()}
 
     @contextmanager
-    def _without_statistics(self) -> Iterator[None]:
-        """Normalise by running statistics inside, where the user allows parts to have their own."""
-        norms = [
-            each
-            for each in self._model.modules()
-            if isinstance(each, AnyBatchNorm) and each.training and each.running_mean is not None
-        ]
-        if self._statistics:
-            norms = []
+    def _quietly(self) -> Iterator[None]:
+        """Let dropout keep everything, so that nothing need look for draws, and norms be as parts'.
+
+        Where the user allows parts to have statistics of their own, running ones normalise.
+        """
+        training = [each for each in self._model.modules() if each.training]
+        dropouts = [each for each in training if _is_dropout(each)]
+        quiet = [*dropouts, *(each for each in training if type(each) is nn.MultiheadAttention)]
+        if not self._statistics:
+            norms = (each for each in training if isinstance(each, AnyBatchNorm))
+            quiet += (each for each in norms if each.running_mean is not None)
         try:
-            for each in norms:
+            for each in quiet:
                 each.training = False
+            for each in dropouts:
+                each.forward = partial(_copied, each.forward)
             yield
         finally:
-            for each in norms:
+            for each in quiet:
                 each.training = True
+            for each in dropouts:
+                vars(each).pop("forward", None)
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return type(module).__module__ == nn.Dropout.__module__ and "forward" not in vars(module)
+
+
+def _copied(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Run a dropout that keeps everything; in training too it does not return its argument."""
+    found = forward(*args, **kwargs)
+    with without_torch_function():
+        return found.clone()
 
 
 def _middle(examples: int, least: int) -> int:
