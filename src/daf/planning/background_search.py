@@ -51,12 +51,10 @@ class BackgroundPlan:
         """The plans found, best first; empty while the search runs."""
         return self._plans if self.is_done else ()
 
-    def _must_stop(self) -> bool:
-        return self._stop.is_set() or not threading.main_thread().is_alive()
-
     def _run(self) -> None:
+        main, stop = threading.main_thread(), self._stop
         try:
-            self._plans = self._make(self._must_stop)
+            self._plans = self._make(lambda: stop.is_set() or not main.is_alive())
         except BudgetError:
             self._plans = ()
         finally:

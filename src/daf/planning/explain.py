@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from daf.core.errors import BudgetError
 from daf.core.policy import Treatment
-from daf.core.profile import CallProfile, Profile
+from daf.core.profile import Profile
 from daf.core.reports import FusionReport, LeverRefusal
 from daf.core.units import format_bytes
 from daf.planning.options import KEPT, Option
@@ -103,11 +103,11 @@ def left_alone(
 
 def _replaying(reason: str, profile: Profile) -> Profile:
     """Return the profile as if calls refused for this reason could be replayed."""
-
-    def allowed(call: CallProfile) -> CallProfile:
-        return replace(call, replayable=call.replayable or call.replay_refusal == reason)
-
-    return replace(profile, calls=tuple(map(allowed, profile.calls)))
+    allowed = (
+        replace(call, replayable=call.replayable or call.replay_refusal == reason)
+        for call in profile.calls
+    )
+    return replace(profile, calls=tuple(allowed))
 
 
 def _gradients_at(table: Table, moment: int) -> int:

@@ -86,7 +86,9 @@ class LinearProgram:
             raise ValueError("a column without an upper bound has a negative cost")
         self._columns = np.arange(len(cost), dtype=np.int32)
         self._scale = min(1.0, _LARGEST_COST / max(1.0, float(np.abs(cost).max(initial=0.0))))
-        self._highs = _new_highs()
+        self._highs = _quiet_highs()()
+        for name, value in _OPTIONS.items():
+            self._highs.setOptionValue(name, value)
         nothing, none = np.zeros(0), np.zeros(0, dtype=np.int32)
         kinds = np.full(len(cost), _CONTINUOUS, dtype=np.int32)
         size = (len(cost), 0, 0, _ROW_WISE, _MINIMISE, self._scale * fixed)
@@ -121,11 +123,8 @@ class LinearProgram:
         highs.setOptionValue("mip_rel_gap", relative_gap)
         highs.setOptionValue("mip_max_nodes", most_nodes)
         _run(highs)
-        return self._unscaled(_answer(highs, mixed=whole is not None))
-
-    def _unscaled(self, answer: Answer) -> Answer:
-        objective, bound = answer.objective / self._scale, answer.bound / self._scale
-        return replace(answer, objective=objective, bound=bound)
+        found, scale = _answer(highs, mixed=whole is not None), self._scale
+        return replace(found, objective=found.objective / scale, bound=found.bound / scale)
 
 
 @cache
@@ -140,13 +139,6 @@ def _quiet_highs() -> type[Highs]:
             super().enableCallbacks()  # type: ignore[no-untyped-call]
 
     return QuietHighs
-
-
-def _new_highs() -> Highs:
-    highs = _quiet_highs()()
-    for name, value in _OPTIONS.items():
-        highs.setOptionValue(name, value)
-    return highs
 
 
 def _run(highs: Highs) -> None:

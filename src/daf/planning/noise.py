@@ -41,9 +41,11 @@ def expected_noise(profile: Profile, policy: Policy, examples: int) -> dict[Site
     inside = _replayed_calls(profile, policy)
     lossy = profile.lossy_savings
     saves = Counter(each.site for each in lossy)
-    treatments = {
-        each.site: _treatment(each, policy, examples) for each in lossy if each.call not in inside
-    }
+    treatments: dict[Site, Treatment] = {}
+    for each in lossy:
+        if each.call not in inside:
+            is_small = each.tensor_bytes.at(examples) < SMALL_BYTES
+            treatments[each.site] = KEEP if is_small else policy.treatment(each.need, each.site)
     unit = noise_per_weight(profile)
     found: dict[Site, float] = {}
     for each in lossy:
@@ -52,11 +54,6 @@ def expected_noise(profile: Profile, policy: Policy, examples: int) -> dict[Site
         share = unit * profile.weight(each.site) / saves[each.site] * error
         found[each.site] = found.get(each.site, 0.0) + share
     return found
-
-
-def _treatment(saving: Saving, policy: Policy, examples: int) -> Treatment:
-    is_small = saving.tensor_bytes.at(examples) < SMALL_BYTES
-    return KEEP if is_small else policy.treatment(saving.need, saving.site)
 
 
 def _error(saving: Saving, policy: Policy, treatments: dict[Site, Treatment]) -> float:

@@ -43,7 +43,11 @@ class OptionCosts:
         treated = [saving for saving in family if saving.site in treatments]
         spans = [
             *self._kept_spans([saving for saving in family if saving.site not in treatments]),
-            *self._spans_beside(each for each in family if not by_site[each.site].on_host),
+            *(
+                Span(each.saved, each.released, each.beside_bytes.at(self._examples))
+                for each in family
+                if not by_site[each.site].on_host
+            ),
             *self._read_spans([s for s in treated if by_site[s.site].method is Method.SPILL]),
         ]
         cost_ms = noise = 0.0
@@ -55,7 +59,9 @@ class OptionCosts:
             spans.append(Span(saving.read, saving.released, self._decoded_bytes(saving)))
             is_followed = follow and saving.may_follow
             if treatment.method is not Method.REDERIVE and not is_followed:
-                noise += self._noise(saving, treatment)
+                if saving.need in LOSSY:
+                    served = self._served.get(saving.site, 1.0)
+                    noise += served * relative_error(treatment)
                 coded[code_key(saving, treatment)].append(saving)
         for shared in coded.values():
             treatment = treatments[shared[0].site]
@@ -73,10 +79,6 @@ class OptionCosts:
             for saving in sharing:
                 if saving.reading is Reading.CHUNKS:  # not decoded, but a chunk has a gradient
                     yield Span(saving.read, saving.released, self._decoded_bytes(saving) / 2)
-
-    def _spans_beside(self, family: Iterable[Saving]) -> Iterator[Span]:
-        for saving in family:
-            yield Span(saving.saved, saving.released, saving.beside_bytes.at(self._examples))
 
     def _read_spans(self, spilled: list[Saving]) -> Iterator[Span]:
         """Yield whole storages read from disk beyond what decoding would allocate."""
@@ -110,11 +112,6 @@ class OptionCosts:
             return int(saving.packed_bits * count / 8)
         return code_bytes(count, treatment.bits, headers=treatment.method in _WITH_HEADERS)
 
-    def _noise(self, saving: Saving, treatment: Treatment) -> float:
-        if saving.need not in LOSSY:
-            return 0.0
-        return self._served.get(saving.site, 1.0) * relative_error(treatment)
-
     def _bytes(self, saving: Saving) -> float:
         return saving.tensor_bytes.at(self._examples)
 
@@ -142,9 +139,3 @@ def code_key(saving: Saving, treatment: Treatment) -> tuple[object, ...]:
     if saving.need in (Need.NORM, Need.SMOOTH, Need.TWO_VALUED):
         return saving.content, treatment, saving.site, saving.saved
     return saving.content, treatment, saving.site if saving.need is Need.SIGN else None
-
-
-def with_codes(family: Sequence[Saving], treatments: Mapping[Site, Treatment]) -> list[Saving]:
-    """Return the savings whose treatment holds bytes."""
-    treated = (saving for saving in family if saving.site in treatments)
-    return [each for each in treated if treatments[each.site].method is not Method.REDERIVE]

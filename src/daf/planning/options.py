@@ -28,7 +28,7 @@ from daf.core.policy import (
 )
 from daf.core.profile import Profile, Saving
 from daf.core.units import pinned_bytes
-from daf.planning.option_costs import OptionCosts, Span, code_key, with_codes
+from daf.planning.option_costs import OptionCosts, Span, code_key
 
 WIDTHS = (8, 4, 3, 2, 1)
 KEPT, EXACT, SPILLED = "keep", "exact", "spill"
@@ -159,9 +159,9 @@ class OptionMaker:
                 continue
             treatments = self._treatments(family, by_need)
             is_coded = level.removesuffix(_ON_HOST) not in (EXACT, SPILLED)
-            may_follow = is_coded and _can_follow(family, treatments)
-            for follow in (True, False) if may_follow else (False,):
-                requires = _codes_followed(family, treatments) if follow else frozenset()
+            followed = _codes_followed(family, treatments) if is_coded else None
+            ways = [(False, frozenset[Site]())]
+            for follow, requires in ways if followed is None else [(True, followed), *ways]:
                 if (treatments, requires) not in seen:
                     seen.append((treatments, requires))
                     found.append(self._option(level, family, treatments, follow, requires))
@@ -216,18 +216,18 @@ class OptionMaker:
         )
 
 
-def _can_follow(family: Family, treatments: Mapping[Site, Treatment]) -> bool:
-    """False where a site also has codes of its own, which would be narrowed to its parents'."""
-    coded = with_codes(family, treatments)
-    following = {each.site for each in coded if each.may_follow}
-    return bool(following) and following.isdisjoint(
-        each.site for each in coded if not each.may_follow
-    )
+def _codes_followed(family: Family, treatments: Mapping[Site, Treatment]) -> frozenset[Site] | None:
+    """Return the sites outside the family whose codes its tensors are computed from; None: none.
 
-
-def _codes_followed(family: Family, treatments: Mapping[Site, Treatment]) -> frozenset[Site]:
-    """Return the sites outside the family whose codes its tensors are computed from."""
-    parents = (each.parents or () for each in with_codes(family, treatments) if each.may_follow)
+    None too where a site also has codes of its own, which would be narrowed to its parents'.
+    """
+    treated = (each for each in family if each.site in treatments)
+    coded = [each for each in treated if treatments[each.site].method is not Method.REDERIVE]
+    following = [each for each in coded if each.may_follow]
+    own = {each.site for each in coded if not each.may_follow}
+    if not following or not own.isdisjoint(each.site for each in following):
+        return None
+    parents = (each.parents or () for each in following)
     return frozenset().union(*parents) - {saving.site for saving in family}
 
 

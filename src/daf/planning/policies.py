@@ -157,22 +157,19 @@ def sage(problem: Problem) -> Candidate | None:
     return _if_it_fits(tightest(own), problem)
 
 
-def _in_micro_batches(select: Callable[[Table], Selection], **without: Any) -> Strategy:
-    """Return the strategy of the largest micro-batch whose selection fits."""
+def _in_micro_batches(
+    select: Callable[[Table], Selection], *, may_cut: bool = True, **without: Any
+) -> Strategy:
+    """Return the strategy of the largest micro-batch whose selection fits, or of whole batches."""
 
     def candidates(problem: Problem) -> Iterator[Candidate]:
         allowed = replace(problem.allowed, **without)
-        for size in micro_batch_sizes(problem.profile):
+        whole = [problem.profile.batch_size]
+        for size in micro_batch_sizes(problem.profile) if may_cut else whole:
             table = Shape(size).table(problem.profile, allowed)
             yield Candidate(table, select(table))
 
     return first_that_fits(candidates)
-
-
-def _checkpointing(problem: Problem) -> Iterator[Candidate]:
-    allowed = replace(problem.allowed, widths=())
-    table = Shape(problem.profile.batch_size).table(problem.profile, allowed)
-    yield Candidate(table, checkpointed(table))
 
 
 def checkpointed(table: Table) -> Selection:
@@ -341,7 +338,7 @@ def _loosen(table: Table, holder: Indices, limit_bytes: int) -> None:
 _strategies |= {
     "optimal": Strategy(optimal, tightest),
     "sage": Strategy(sage, lambda problem: tightest(_without_codes(problem))),
-    "checkpoint": first_that_fits(_checkpointing),
+    "checkpoint": _in_micro_batches(checkpointed, may_cut=False, widths=()),
     "accumulate": _in_micro_batches(kept_selection, replay=False, widths=()),
     "reduce": _in_micro_batches(reduced, widths=()),
     "quantize": Strategy(quantized, _least_coded),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from daf.core.profile import Profile
 from daf.planning.candidate import Candidate, noise_price_ms
-from daf.planning.mip import RELATIVE_GAP, Program, Solution
+from daf.planning.mip import RELATIVE_GAP, Program
 from daf.planning.options import EVERYTHING, Allowed
 from daf.planning.table import Table, base_bytes, make_table
 
@@ -121,7 +121,8 @@ class Search:
         found = program.least_objective(gap) if is_relaxed else program.relaxed()
         if found is None:
             return math.inf
-        self._take(table, found)
+        if found.objective < min(self._best_ms, self._problem.most_ms):
+            self._best, self._best_ms = Candidate(table, found.selection), found.objective
         return found.bound
 
     def _program(self, shape: Shape) -> tuple[Table, Program]:
@@ -132,7 +133,3 @@ class Search:
         return table, Program(
             table, self._problem.tolerance, self._problem.limit_bytes, cost, fixed_ms
         )
-
-    def _take(self, table: Table, found: Solution) -> None:
-        if found.objective < min(self._best_ms, self._problem.most_ms):
-            self._best, self._best_ms = Candidate(table, found.selection), found.objective
