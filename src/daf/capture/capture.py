@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from daf.capture.compiled_calls import apart, untraced
+from daf.capture.compiled_calls import apart
 from daf.capture.saved_tensor_hooks import SavedTensorHooks
 from daf.codecs.coder import Coder
 from daf.codecs.scratch import Scratch
@@ -191,10 +191,16 @@ class Capture:
             stack.enter_context(self._state.tracker.following(compiled))
             stack.enter_context(self._watching_inputs(compiled))
             stack.enter_context(running.replays.watching())
-            operators = self._operators_of(policy, running)
+            operators = None
+            if policy.operators:
+                again, own = self._can_run_again, self._operators.named(policy.operators)
+                at_work = running, self._state, policy, running.key
+                operators = OperatorDispatch(own, OperatorContext(*at_work, can_run_again=again))
             stack.enter_context(operators.mode if operators else OperatorMode(running.run))
             stack.enter_context(apart(compiled, self.parameter_reads.unseen))
-            pack = untraced(running.hook) if compiled.attributes else running.hook
+            pack: Any = running.hook
+            if compiled.attributes:  # else it would be compiled with what it is called from
+                pack = torch.compiler.disable(pack)  # type: ignore[no-untyped-call]
             unpack = unpacker(self._state.scratch)
             unpack = unpack if watcher is None else watched(unpack, watcher)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
@@ -203,13 +209,6 @@ class Capture:
             yield
             if operators:
                 operators.finish()
-
-    def _operators_of(self, policy: Policy, hooks: SavedTensorHooks) -> OperatorDispatch | None:
-        if not policy.operators:
-            return None
-        again = self._can_run_again
-        context = OperatorContext(hooks, self._state, policy, hooks.key, can_run_again=again)
-        return OperatorDispatch(self._operators.named(policy.operators), context)
 
     @property
     def parameter_reads(self) -> ParameterReads:

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import wraps
 from typing import Any
 
-import torch
 from torch.overrides import TorchFunctionMode
 
 from daf.torch_compat.compiled_modules import CompiledModules
@@ -43,12 +42,6 @@ def apart(compiled: CompiledModules, around: Around = nullcontext) -> Iterator[N
             setattr(module, attribute, _wrapped(own, around))
             stack.callback(setattr, module, attribute, own)
         yield
-
-
-def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that may run while a compiled module does."""
-    found: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return found
 
 
 def _wrapped(own: Callable[..., Any], around: Around) -> Callable[..., Any]:

@@ -84,10 +84,9 @@ class SavedTensorHooks:
 
     def pack(self, tensor: Tensor) -> SavedTensor:
         """The hook that autograd calls for every tensor it saves."""
-        if self.replays.is_running:
-            with without_torch_function():
-                return self.replays.pack(tensor)
         with without_torch_function():
+            if self.replays.is_running:
+                return self.replays.pack(tensor)
             saved = SavedTensor(tensor)
             self._unsettled.append(saved)
             if self._pending is not None:
@@ -160,25 +159,21 @@ class SavedTensorHooks:
 
     def _settle(self, pending: list[SavedTensor], operator: str, call: Call) -> None:
         try:
-            self._settle_all(pending, operator, call)
+            needs = [self._need(saved, operator, call) for saved in pending]
+            path, count = self._state.tracker.next_call(operator)
+            for place, (saved, need) in enumerate(zip(pending, needs, strict=True)):
+                assert saved.tensor is not None
+                if self.is_constant(saved.tensor):
+                    kept = Kept(saved.tensor, saved.version, Site(path, operator, count, place))
+                    self._state.parameter_reads.note(saved.tensor, kept)
+                    saved.settle(kept, self._plain(saved, ()))
+                else:
+                    record = self._state.tracker.record(path, operator, count, place)
+                    self._settle_one(saved, need, record, call)
+            self._state.evictions.collect()
         finally:
             for saved in pending:
                 saved.drop()  # which settling has done, unless it raised
-
-    def _settle_all(self, pending: list[SavedTensor], operator: str, call: Call) -> None:
-        needs = [self._need(saved, operator, call) for saved in pending]
-        path, count = self._state.tracker.next_call(operator)
-        for place, (saved, need) in enumerate(zip(pending, needs, strict=True)):
-            assert saved.tensor is not None
-            if self.is_constant(saved.tensor):
-                site = Site(path, operator, count, place)
-                kept = Kept(saved.tensor, saved.version, site)
-                self._state.parameter_reads.note(saved.tensor, kept)
-                saved.settle(kept, self._plain(saved, ()))
-            else:
-                record = self._state.tracker.record(path, operator, count, place)
-                self._settle_one(saved, need, record, call)
-        self._state.evictions.collect()
 
     def _need(self, saved: SavedTensor, operator: str, call: Call) -> Need:
         tensor = saved.tensor

@@ -25,6 +25,7 @@ PLANNED_BITS = (2, 3, 4)  # of ``plan.coded_policy``
 _Function = Callable[[Tensor], Tensor]
 _RANGE = 100.0  # weighted range of inputs, as in the tables' source
 _PARAMETERS = {
+    "GeluBackward0": ("approximate",),
     "SoftplusBackward0": ("beta", "threshold"),
     "EluBackward0": ("alpha", "scale", "input_scale"),
     "CeluBackward0": ("alpha",),
@@ -48,16 +49,11 @@ def smooth_code(node: Any, bits: int) -> SmoothCode | None:
         torch.autocast("cpu", enabled=False),
         torch.enable_grad(),
     ):
-        parameters = _parameters(node)
+        slots = _PARAMETERS.get(name, ())
+        found = (saved_value(node, slot) for slot in slots)
+        parameters = tuple(each if isinstance(each, str) else float(each) for each in found)
         _find_planned(name, parameters)
         return _code(name, parameters, bits)
-
-
-def _parameters(node: Any) -> tuple[Any, ...]:
-    name = node.name()
-    if name == "GeluBackward0":
-        return (saved_value(node, "approximate"),)
-    return tuple(float(saved_value(node, slot)) for slot in _PARAMETERS.get(name, ()))
 
 
 _ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {

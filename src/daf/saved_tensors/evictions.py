@@ -30,16 +30,13 @@ class Evictions:
         """Take the evictions of all stores; return their bytes since the step began."""
         before, self._collected_bytes = self._collected_bytes, self._all_bytes()
         if before != self._collected_bytes:
-            self._take()
+            for store in self._all():
+                entries, unlisted = store.take_evictions()
+                self._unlisted += unlisted
+                for entry in entries:
+                    self._listed.add((entry.handle, entry.plane))
+                    self.bytes_by_tag[entry.tag] += entry.nbytes
         return self._collected_bytes - self._bytes_before
-
-    def _take(self) -> None:
-        for store in self._all():
-            entries, unlisted = store.take_evictions()
-            self._unlisted += unlisted
-            for entry in entries:
-                self._listed.add((entry.handle, entry.plane))
-                self.bytes_by_tag[entry.tag] += entry.nbytes
 
     @property
     def planes(self) -> int:

@@ -136,7 +136,7 @@ class Source:
 
     def __init__(self, ledger: Ledger, storage: torch.UntypedStorage) -> None:
         self._ledger = ledger
-        self._storage = _weak(storage)
+        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._held: dict[Hashable, weakref.ref[object]] = {}
         self._plain: weakref.ref[Plain] | None = None
         self.nbytes = storage.nbytes()
@@ -185,7 +185,7 @@ class Sources:
         for tensor in tensors:
             for part in strided_parts(tensor):
                 storage = part.untyped_storage()
-                self._external[storage._cdata] = _weak(storage)
+                self._external[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def is_external(self, tensor: Tensor) -> bool:
         """True if a strided tensor lies in a parameter, a buffer or the caller's batch."""
@@ -222,10 +222,6 @@ def _wrapper_references() -> int:
     """Return what PyTorch's count gains once Python knows a storage (1 in torch 2.13)."""
     tensor = torch.empty(1)
     return storage_holders(tensor.untyped_storage()._cdata) - 1
-
-
-def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -33,7 +33,6 @@ from daf.saved_tensors.packed_tensor import (
     Kept,
     PackedTensor,
     Rederived,
-    SavedTensor,
     Shape,
     Spilled,
     Stored,
@@ -212,7 +211,7 @@ class Packer:
         pooled = saved_in(job.saved.node, "self")
         if pooled is None:
             return None
-        windows = windows_of(job.saved.node, _shape_of(pooled))
+        windows = windows_of(job.saved.node, pooled.restore(Scratch()).shape)
         places = windows.offsets(job.tensor)
         packed = self._elements(job, places, windows.bits, ElementCode(Codec.INTEGERS))
         assert packed is not None
@@ -240,7 +239,8 @@ class Packer:
         if not is_dense(job.tensor) or not is_read_freely(job.tensor):
             return None
         low, high = ranges.bounds(job.tensor)
-        if not low < high or not _has_only(job.tensor, low, high):
+        parts = torch.split(in_memory_order(job.tensor), _PART_ELEMENTS)
+        if not (low < high and all(((each == low) | (each == high)).all() for each in parts)):
             return None
         code = self._elements(job, job.tensor, 1, ElementCode(Codec.MASK, low=low))
         assert code is not None
@@ -292,7 +292,9 @@ class Packer:
 
     def _ranged(self, job: PackRequest) -> PackedTensor | None:
         dense, bits = _dense(job.tensor), job.treatment.bits
-        cut = Cut.along(dense, _channel_dimension(job)) if job.treatment.by_channel else WHOLE
+        name = job.saved.node.name()
+        dimension = 1 if any(part in name for part in _CHANNELS_SECOND) else -1
+        cut = Cut.along(dense, dimension) if job.treatment.by_channel else WHOLE
         key = (job.treatment, cut, *job.content_key)
         found = job.source.recall(key, Decoded)
         if found is not None:
@@ -359,23 +361,6 @@ def _is_borrowed(held: PackedTensor, treatment: Treatment) -> bool:
     return (made.method, made.bits) != (treatment.method, treatment.bits)
 
 
-def _has_only(tensor: Tensor, low: float, high: float) -> bool:
-    """True if a dense tensor has these two values alone."""
-    parts = torch.split(in_memory_order(tensor), _PART_ELEMENTS)
-    return all(bool(((part == low) | (part == high)).all()) for part in parts)
-
-
-def _channel_dimension(job: PackRequest) -> int:
-    name = job.saved.node.name()
-    return 1 if any(part in name for part in _CHANNELS_SECOND) else -1
-
-
 def _dense(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy without the gaps in its memory, in the same order."""
     return tensor if is_dense(tensor) else tensor.detach().clone()
-
-
-def _shape_of(saved: SavedTensor) -> tuple[int, ...]:
-    if saved.tensor is not None:
-        return tuple(saved.tensor.shape)
-    return tuple(saved.restore(Scratch()).shape)

@@ -47,13 +47,6 @@ class _Known(NamedTuple):
     held: weakref.ref[PackedTensor] | None
 
 
-class _Function(NamedTuple):
-    """The function of an operator's input that a node's result is, and its version when made."""
-
-    version: int
-    function: Derivation
-
-
 class Operands(NamedTuple):
     """The operands of an addition or ReLU; ``trusted`` is True if none was changed unnoticed."""
 
@@ -66,7 +59,8 @@ class Provenance:
 
     def __init__(self) -> None:
         self._known: dict[_Value, _Known] = {}
-        self._functions: dict[_Value, _Function] = {}
+        # Functions of an operator's input that results are, with the results' versions when made.
+        self._functions: dict[tuple[_Value, int], Derivation] = {}
 
     def clear(self) -> None:
         """Forget everything, at the end of the forward pass."""
@@ -99,13 +93,12 @@ class Provenance:
         """Note that ``result`` is ``function`` of what an operator keeps, or could keep."""
         value = _value_of(result.grad_fn, result.output_nr)
         if value is not None:
-            self._functions[value] = _Function(result._version, function)
+            self._functions[value, result._version] = function
 
     def function_of(self, tensor: Tensor, version: int) -> Derivation | None:
         """Return the function of another operator's input that a saved tensor is, or None."""
         value = _value_of(tensor.grad_fn, tensor.output_nr)
-        found = None if value is None else self._functions.get(value)
-        return found.function if found is not None and found.version == version else None
+        return None if value is None else self._functions.get((value, version))
 
     def operands(self, arguments: Sequence[Any]) -> Operands:
         """Return the operands of an addition or ReLU that is about to run."""

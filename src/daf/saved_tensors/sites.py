@@ -49,11 +49,6 @@ class SiteRecord:
         parts = (step_key, self.name_hash, self.uses)
         return mix_key(*parts, self.draw) if self.draw else mix_key(*parts)
 
-    def report(self, evicted_bytes: int) -> SiteReport:
-        """Return the record as data."""
-        held = self.plain_bytes, self.held_bytes, evicted_bytes, self.spilled_bytes
-        return SiteReport(self.site, self.need, self.treatment, *held)
-
 
 @dataclass(slots=True, eq=False)
 class _Frame:
@@ -88,7 +83,10 @@ class SiteTracker:
 
     def reports(self, evicted: Mapping[int, int]) -> Iterator[SiteReport]:
         """Return the same as data; ``evicted``: evicted bytes by the hash of the site's name."""
-        return (record.report(evicted.get(record.name_hash, 0)) for record in self.used())
+        for each in self.used():
+            evicted_bytes = evicted.get(each.name_hash, 0)
+            held = each.plain_bytes, each.held_bytes, evicted_bytes, each.spilled_bytes
+            yield SiteReport(each.site, each.need, each.treatment, *held)
 
     def present_call(self, operator: str) -> tuple[str, int]:
         """Return what ``next_call`` will return."""
@@ -97,10 +95,9 @@ class SiteTracker:
 
     def next_call(self, operator: str) -> tuple[str, int]:
         """Return the module's path and the calls of ``operator`` so far in it; count one more."""
-        frame = self._frames[-1]
-        count = frame.calls.get(operator, 0)
-        frame.calls[operator] = count + 1
-        return frame.path, count
+        path, count = self.present_call(operator)
+        self._frames[-1].calls[operator] = count + 1
+        return path, count
 
     def record(self, path: str, operator: str, call: int, save: int) -> SiteRecord:
         """Return the record of one site, and count one more use."""
@@ -150,7 +147,8 @@ class SiteTracker:
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         if get_ident() == self._thread:
-            self._frames.append(_Frame(module, self._path(module)))
+            unknown = f"{self._frames[-1].path}/<{type(module).__name__}>"
+            self._frames.append(_Frame(module, self._paths.get(id(module), unknown)))
 
     def _leave(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
         """Return to the caller's frame; drop frames of calls that never returned."""
@@ -160,11 +158,6 @@ class SiteTracker:
             if self._frames[depth].module is module:
                 del self._frames[depth:]
                 return
-
-    def _path(self, module: nn.Module) -> str:
-        unknown = f"{self._frames[-1].path}/<{type(module).__name__}>"
-        path: str = self._paths.get(id(module), unknown)
-        return path
 
 
 def mix_key(*parts: int) -> int:

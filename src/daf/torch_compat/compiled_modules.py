@@ -36,14 +36,11 @@ class CompiledModules:
 
     def replayable(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield ``named_modules()`` that are not compiled, nor inside or around compiled ones."""
+        compiled = self.attributes.keys()
         for path, module in self.model.named_modules():
-            if self._is_replayable(module) and not isinstance(module, torch.jit.ScriptModule):
+            is_near = module in self._inside or (compiled and compiled & {*module.modules()})
+            if not is_near and not isinstance(module, torch.jit.ScriptModule):
                 yield path, module
-
-    def _is_replayable(self, module: nn.Module) -> bool:
-        if not self.attributes:
-            return True
-        return module not in self._inside and self.attributes.keys().isdisjoint(module.modules())
 
     def _find(self, optimized: type) -> None:
         for module in modules_of(self.model):

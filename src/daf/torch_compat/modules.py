@@ -86,22 +86,13 @@ def _call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
     for around in reversed(_calls.listeners):
         entered = around(module, arguments, keywords)
         if entered is not None:
-            return _call_within(entered, module, arguments, keywords)
+            _thread.is_inside = True
+            try:
+                with entered:
+                    return _calls.original(module, *arguments, **keywords)
+            finally:
+                _thread.is_inside = False
     return _calls.original(module, *arguments, **keywords)
-
-
-def _call_within(
-    entered: AbstractContextManager[object],
-    module: nn.Module,
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-) -> Any:
-    _thread.is_inside = True
-    try:
-        with entered:
-            return _calls.original(module, *arguments, **keywords)
-    finally:
-        _thread.is_inside = False
 
 
 _calls: Replaced[Around] = Replaced(nn.Module, "__call__", _call)

@@ -31,7 +31,12 @@ def map_nest(kind: type[Leaf], change: Callable[[Leaf], Any], nest: Any) -> Any:
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         before = {field.name: getattr(nest, field.name) for field in dataclasses.fields(nest)}
         fields = {name: map_nest(kind, change, value) for name, value in before.items()}
-        return nest if _same(fields.values(), before.values()) else _like_dataclass(nest, fields)
+        if _same(fields.values(), before.values()):
+            return nest
+        twin = copy.copy(nest)
+        for name, item in fields.items():
+            object.__setattr__(twin, name, item)  # which frozen ones allow too
+        return twin
     return nest
 
 
@@ -47,13 +52,6 @@ def _like_mapping(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     twin = copy.copy(value)
     for key, item in entries.items():
         twin[key] = item
-    return twin
-
-
-def _like_dataclass(value: Any, fields: dict[str, Any]) -> Any:
-    twin = copy.copy(value)
-    for name, item in fields.items():
-        object.__setattr__(twin, name, item)  # which frozen ones allow too
     return twin
 
 
