@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,18 +17,11 @@ PROBE_ELEMENTS = 4096
 UPDATE_PROBE_ELEMENTS = 1 << 17  # above what the account knows to the byte
 
 
-def storage_bytes(tensors: Iterator[torch.Tensor]) -> int:
-    """Return the bytes of the distinct storages behind some tensors."""
-    sizes = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
-    }
-    return sum(sizes.values())
-
-
 def parameter_bytes(model: nn.Module) -> int:
     """Return the bytes of parameters and buffers, shared ones counted once."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return storage_bytes(iter(tensors))
+    tensors = chain(model.parameters(), model.buffers())
+    storages = (each.untyped_storage() for each in tensors)
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def gradient_bytes(model: nn.Module) -> int:

@@ -48,7 +48,7 @@ from daf.saved_tensors.observation import Observation
 from daf.step.batch_cut import WHOLE
 from daf.step.context import StepContext
 from daf.step.dry_run import EXAMPLES, dry_run
-from daf.step.microbatch import drop_gradients, read_loss
+from daf.step.microbatch import read_loss
 from daf.step.splitting import NOT_PROVEN, SplitChoice
 from daf.step.state_snapshot import preserved_state
 
@@ -86,8 +86,7 @@ class Profiler:
     begin_peak: Callable[[], object]
 
     def __post_init__(self) -> None:
-        self._refusal, self._least = NOT_PROVEN, 1
-        self._proof_bytes = 0
+        self._choice = SplitChoice(WHOLE, refusal=NOT_PROVEN)
         self.proof_ms = 0.0
         self._operators = _Operators()
         self._growth = PeakGrowth()
@@ -132,17 +131,15 @@ class Profiler:
         with preserved_state(self.model, context.loss_fn, gradients=True):
             on_progress("the smallest step, and whether parts add up to the batch")
             smallest = None if own else self._choose_cut(context, budget_bytes)
-            choice = context.choice
-            self._refusal, self._least = choice.refusal, choice.cut.least
-            self._proof_bytes = choice.proof_bytes
-            examples = context.info.examples
+            self._choice, examples = context.choice, context.info.examples
+            least = self._choice.cut.least
             if own:
                 self._operators = _Operators(examples, chunk_bytes_on(device))
             expected = self._expectation(context, own, smallest)
             if own is not None:
                 on_progress("fusions")
                 self._dry_run(context, expected, budget_bytes)
-            sizes = _sizes_within(probe_sizes(examples), expected, budget_bytes, self._least)
+            sizes = _sizes_within(probe_sizes(examples), expected, budget_bytes, least)
             if smallest is None:
                 # Once unmeasured: code pages, thread pools and kernels' own buffers stay loaded.
                 on_progress("a first small step")
@@ -197,9 +194,9 @@ class Profiler:
 
     def _dry_run(self, context: StepContext, expected: Expectation, budget_bytes: int) -> None:
         wanted = (min(EXAMPLES, context.info.examples),)
-        examples = _sizes_within(wanted, expected, budget_bytes, self._least)[-1]
-        policy = self._operators.of(TIGHTEST, examples)
         cut = context.choice.cut
+        examples = _sizes_within(wanted, expected, budget_bytes, cut.least)[-1]
+        policy = self._operators.of(TIGHTEST, examples)
         dry_run(self.capture, self.model, policy, context.batch, context.loss_fn, examples, cut)
 
     def _observations(
@@ -224,7 +221,7 @@ class Profiler:
             if observed is None:
                 break
             found.append(observed)
-        smaller = max(self._least, sizes[0] // 2)
+        smaller = max(self._choice.cut.least, sizes[0] // 2)
         if len(found) == 1 and smaller < sizes[0]:
             on_progress(f"bytes at {smaller}")
             found.insert(0, self._observe(context, smaller))
@@ -241,10 +238,11 @@ class Profiler:
 
     def _bytes_to_prove(self, found: Observation) -> int:
         """Return the least budget with room to prove the cut, by all sizes observed; 0 if none."""
-        if not self._proof_bytes:
+        if not self._choice.proof_bytes:
             return 0
-        needed = bytes_to_prove(self._expected, found, 2 * self._least, terse_bytes(found))
-        return min(self._proof_bytes, int(needed))
+        examples = 2 * self._choice.cut.least
+        needed = bytes_to_prove(self._expected, found, examples, terse_bytes(found))
+        return min(self._choice.proof_bytes, int(needed))
 
     def _observe(self, context: StepContext, examples: int) -> Observation:
         part = context.first(examples)
@@ -260,7 +258,7 @@ class Profiler:
             observer.begin_backward()
             loss.mean.backward()  # type: ignore[no-untyped-call]
         observer.found.process_bytes = self.memory.peak_bytes() - before_bytes
-        drop_gradients(self.model)
+        self.model.zero_grad()
         self._settle()
         observer.found.plain_bytes = self.capture.stats.plain_peak_bytes
         observer.found.chunk_bytes = policy.chunk_bytes or 0
@@ -277,9 +275,8 @@ class Profiler:
             for each in observations
             if self._expected(each, each.examples) + each.plain_bytes <= budget_bytes
         ]
-        if not fitting:
-            return Times(((largest.examples, largest.step_ms),))
-        sizes = fitting if self._refusal else [*halvings(fitting[-1], self._least)]
+        is_cut = fitting and not self._choice.refusal
+        sizes = [*halvings(fitting[-1], self._choice.cut.least)] if is_cut else fitting
         timer = StepTimer(self.capture, self.memory, self._operators.of, self._settle)
         timed = partial(timer.fastest, context)
         kept = []
@@ -346,9 +343,9 @@ class Profiler:
             weights={},
             update_bytes=passing,
             passing_bytes=self._beside_tensors(observations),
-            split_refusal=self._refusal,
+            split_refusal=self._choice.refusal,
             proof_bytes=self._bytes_to_prove(observations[0]),
-            least_micro_batch=self._least,
+            least_micro_batch=self._choice.cut.least,
             recycles=self.keeper.recycles,
             chunk_bytes=self._operators.chunk_bytes,
             part_bytes=observations[-1].norm_part_bytes,
@@ -389,7 +386,7 @@ class Profiler:
         self.keeper.flush()
 
     def _recover(self) -> None:
-        drop_gradients(self.model)
+        self.model.zero_grad()
         gc.collect(1)  # young frames and graphs of what failed or was proven can be cycles
         self._make_room()
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,15 +69,11 @@ class _OpenCall(NamedTuple):
     coding_ms: float
 
 
-def unseen(hook: Callable[..., None]) -> Callable[..., None]:
+@contextmanager
+def unseen() -> Iterator[None]:
     """Hide a hook's own reads of tensors from function modes."""
-
-    @wraps(hook)
-    def unseen_hook(*arguments: Any, **keywords: Any) -> None:
-        with without_torch_function():
-            hook(*arguments, **keywords)
-
-    return unseen_hook
+    with without_torch_function():
+        yield
 
 
 class Observer:
@@ -111,9 +107,10 @@ class Observer:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follow module calls and gradients; runs around forward and backward."""
-        handles: list[Any] = []
-        try:
-            handles.extend(self._register_hooks())  # an interrupt leaves those so far to remove
+        with ExitStack() as hooks:
+            hooks.callback(self._end_saves)
+            for handle in self._register_hooks():
+                hooks.enter_context(handle)
             self._meter.begin()
             start_s = self.now_s()
             try:
@@ -123,10 +120,6 @@ class Observer:
                 if self._begun:
                     self._close_moment()
                 self._meter.finish(self.found.peak_bytes)
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._end_saves()
 
     def _register_hooks(self) -> Iterator[Any]:
         for path, module in CompiledModules(self._model).replayable():
@@ -184,7 +177,8 @@ class Observer:
             self._time(self.found.encode, save.treatment, record.tensor_bytes, save.ms)
         key = id(save.saved)
         self._by_saved[key] = record
-        self._references.append(weakref.ref(save.saved, self._released(key, record)))
+        released = partial(self._note_released, key, record)
+        self._references.append(weakref.ref(save.saved, released))
         if save.is_over:
             record.dies = record.saved
         else:
@@ -241,12 +235,9 @@ class Observer:
         for source in gone:
             del self._watched[source]
 
-    def _released(self, key: int, record: ObservedTensor) -> Callable[[Any], None]:
-        def note(_reference: Any) -> None:
-            record.released = self._now
-            self._by_saved.pop(key, None)
-
-        return note
+    def _note_released(self, key: int, record: ObservedTensor, _reference: Any) -> None:
+        record.released = self._now
+        self._by_saved.pop(key, None)
 
     def _end_saves(self) -> None:
         last = len(self.found.peak_bytes) - 1
@@ -280,7 +271,7 @@ class Observer:
         times.setdefault(treatment.method, MethodTime()).add(nbytes, ms)
 
     def _entering(self, path: str) -> Callable[..., None]:
-        @unseen
+        @unseen()
         def enter(_module: nn.Module, arguments: Any, keywords: Any) -> None:
             parent = self._open_calls[-1].place if self._open_calls else NO_CALL
             call = ModuleCall(path, parent, self._now + 1)
@@ -293,7 +284,7 @@ class Observer:
 
         return enter
 
-    @unseen
+    @unseen()
     def _leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if not self._open_calls:
             return

@@ -31,19 +31,13 @@ class _Codes:
     source: Source  # whose address no other storage gets meanwhile
 
 
-@dataclass(slots=True, eq=False)
-class _Terse:
-    codes: _Codes
-    layout: Layout
-
-
 @contextmanager
 def terse_saves(external: Iterator[Tensor]) -> Iterator[None]:
     """Code what passes inside save, but for what lies in ``external`` tensors and stays anyway."""
     sources = Sources(Ledger())
     sources.begin_step(external)
 
-    def pack(tensor: Tensor) -> Tensor | _Terse:
+    def pack(tensor: Tensor) -> Tensor | tuple[_Codes, Layout]:
         if not _is_coded(tensor) or sources.is_external(tensor):
             return tensor
         source, key = sources.of(tensor), content_key(tensor, tensor._version)
@@ -51,7 +45,7 @@ def terse_saves(external: Iterator[Tensor]) -> Iterator[None]:
         if codes is None:
             codes = _Codes(_in_chunks(_exponents, in_memory_order(tensor), torch.int8), source)
             source.remember(key, codes)
-        return _Terse(codes, layout_of(tensor))
+        return codes, layout_of(tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _read):
         yield
@@ -72,11 +66,12 @@ def terse_bytes(found: Observation) -> int:
     return sum(coded.values()) + sum(kept.values()) + read
 
 
-def _read(saved: Tensor | _Terse) -> Tensor:
+def _read(saved: Tensor | tuple[_Codes, Layout]) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
-    values = _in_chunks(_values, saved.codes.content, saved.layout.dtype)
-    return values.as_strided(saved.layout.shape, saved.layout.stride)
+    codes, layout = saved
+    values = _in_chunks(_values, codes.content, layout.dtype)
+    return values.as_strided(layout.shape, layout.stride)
 
 
 def _is_coded(tensor: Tensor) -> bool:

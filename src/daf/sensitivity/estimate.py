@@ -115,31 +115,26 @@ def measure_sensitivity(
             buckets=effort.buckets,
             cut=cut or likely_cut(batch),
         )
-        return _Measurement(model, passes, batch, policy, effort, relative=relative).run()
+        return _Measurement(passes, batch, policy, effort, relative).run()
 
 
+@dataclass(eq=False)
 class _Measurement:
     """One measurement: its base pass, and what was learnt so far."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        passes: Passes,
-        batch: Any,
-        policy: Policy,
-        effort: Effort,
-        *,
-        relative: bool,
-    ) -> None:
-        self._passes = passes
-        self._cut = passes.cut or likely_cut(batch)
-        self._batch = batch
-        self._policy = policy
-        self._effort = effort
-        observer = PriorObserver(model)
-        parameters = passes.sketcher.parameters
-        elements = torch.zeros(len(parameters), dtype=torch.float64) if relative else None
-        self._base = passes.sketch(batch, policy, around=observer.watching, elements=elements)
+    passes: Passes
+    batch: Any
+    policy: Policy
+    effort: Effort
+    relative: bool
+
+    def __post_init__(self) -> None:
+        passes, model = self.passes, self.passes.model
+        self._cut = passes.cut or likely_cut(self.batch)
+        observer, parameters = PriorObserver(model), passes.sketcher.parameters
+        elements = torch.zeros(len(parameters), dtype=torch.float64) if self.relative else None
+        around = observer.watching
+        self._base = passes.sketch(self.batch, self.policy, around=around, elements=elements)
         self._reports = {
             each.site: each
             for each in passes.capture.sites()
@@ -150,36 +145,35 @@ class _Measurement:
         self._counts = torch.ones(len(parameters), dtype=torch.float64)
         if elements is not None:
             self._counts = self._relative_counts(elements)
-        self._relative = relative
         by_module = _counted(observer.by_module, model, parameters, self._counts)
         self._priors = _priors(self._reports.values(), by_module)
 
     def run(self) -> Sensitivity:
         values = dict(self._priors)
-        if self._effort.local:
+        if self.effort.local:
             values |= self._measure_local()
         others = [site for site in self._reports if site not in self._weight_of]
-        if self._effort.others and others:
-            for group in alike_groups(others, self._effort.others):
+        if self.effort.others and others:
+            for group in alike_groups(others, self.effort.others):
                 values |= self._measure_group(group)
-        if self._relative:
+        if self.relative:
             values = _unknown_as_usual(values)
         own, own_error = self._batch_variance()
-        examples = self._cut.size(self._batch)
+        examples = self._cut.size(self.batch)
         return Sensitivity(
             MappingProxyType(values),
             gradient_energy=float(self._base.square().sum(1) @ self._counts),
             examples=examples,
-            passes=self._passes.examples / examples,
+            passes=self.passes.examples / examples,
             batch_variance=own,
             batch_variance_error=own_error,
-            relative=self._relative,
+            relative=self.relative,
         )
 
     def _relative_counts(self, elements: Tensor) -> Tensor:
         """Count errors by the gradient without codes; with codes if micro-batches cannot tell."""
         coded = self._base.square().sum(1)
-        if not self._micro_batch_sketches or split_refusal(self._passes.model):
+        if not self._micro_batch_sketches or split_refusal(self.passes.model):
             return relative_counts(elements, coded, torch.zeros_like(coded), coded)
         own = torch.stack(self._micro_batch_sketches).mean(0).square().sum(1)
         noise = sample_variance(self._micro_batch_sketches).sum(1) / len(self._micro_batch_sketches)
@@ -190,9 +184,9 @@ class _Measurement:
         if not self._weight_of:
             return {}
         sketches = [self._base]
-        for draw in range(1, self._effort.local + 1):
+        for draw in range(1, self.effort.local + 1):
             draws = dict.fromkeys(self._weight_of, draw)
-            sketches.append(self._passes.sketch(self._batch, self._policy, draws))
+            sketches.append(self.passes.sketch(self.batch, self.policy, draws))
         variance = sample_variance(sketches)
         own = sorted(self._weight_of.values())
         counted = variance.sum(1) * self._counts
@@ -226,29 +220,29 @@ class _Measurement:
         treatments = {site: self._reports[site].treatment for site in draws}
         seeded = {site: n for site, n in draws.items() if treatments[site].method in _SEEDED}
         others = {s: _other_width(treatments[s]) for s, n in draws.items() if n and s not in seeded}
-        by_site = MappingProxyType(dict(self._policy.by_site) | others)
-        return self._passes.sketch(self._batch, replace(self._policy, by_site=by_site), seeded)
+        by_site = MappingProxyType(dict(self.policy.by_site) | others)
+        return self.passes.sketch(self.batch, replace(self.policy, by_site=by_site), seeded)
 
     def _sketch_micro_batches(self) -> list[Tensor]:
         """Return equal micro-batches' gradients without codes; none if the batch is too small."""
-        size, count = self._cut.size(self._batch), self._effort.micro_batches
+        size, count = self._cut.size(self.batch), self.effort.micro_batches
         if min(size, count) < 2:
             return []
         whole = size // min(size, count)
-        cut = self._cut.parts(self._batch, whole)
+        cut = self._cut.parts(self.batch, whole)
         parts = [part for part in cut if self._cut.size(part) == whole]
-        chunk_bytes = self._policy.chunk_bytes
+        chunk_bytes = self.policy.chunk_bytes
         chunk_bytes = chunk_bytes and max(1, int(chunk_bytes * (whole / size)))
-        chunked = self._policy.chunked
+        chunked = self.policy.chunked
         exact = with_chunked_operators(exact_policy(), chunk_bytes, chunked=chunked)
-        return [self._passes.sketch(part, exact) for part in parts]
+        return [self.passes.sketch(part, exact) for part in parts]
 
     def _batch_variance(self) -> tuple[float | None, float]:
         if not self._micro_batch_sketches:
             return None, 0.0
         # The batch's gradient is the mean of the micro-batches', so it varies less.
-        size = self._cut.size(self._batch)
-        share = size // min(size, self._effort.micro_batches) / size
+        size = self._cut.size(self.batch)
+        share = size // min(size, self.effort.micro_batches) / size
         variance = float(sample_variance(self._micro_batch_sketches).sum(1) @ self._counts)
         errors = _variance_errors(self._micro_batch_sketches) * self._counts
         return variance * share, float(errors.square().sum().sqrt()) * share

@@ -84,10 +84,7 @@ def _error_per_gradient(module: nn.Module, x: Any) -> float:
     weight = product_weight(module)
     if weight is None or not isinstance(x, Tensor) or not x.is_floating_point():
         return 0.0
-    return _fan_in(module, weight) * energy_beside_means(x) / max(1, x.numel())
-
-
-def _fan_in(module: nn.Module, weight: nn.Parameter) -> float:
-    """Return how many elements of W's gradient one element of dY enters, with one of x each."""
     outputs = getattr(module, "out_channels", None) or getattr(module, "out_features", None)
-    return weight.numel() / (outputs or weight.shape[-1])
+    # An element of dY enters so many of W's gradient, with one of x each.
+    fan_in = weight.numel() / (outputs or weight.shape[-1])
+    return fan_in * energy_beside_means(x) / max(1, x.numel())

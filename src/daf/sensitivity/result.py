@@ -144,11 +144,12 @@ class Sensitivity:
     def from_dict(value: Mapping[str, Any]) -> Sensitivity:
         """Return the inverse of ``as_dict``; raises DataError if a value is missing."""
         try:
-            return from_plain(Sensitivity, value)
+            found: Sensitivity = from_plain(Sensitivity, value)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
                 f"these are no stored sensitivities ({error}); measure them again"
             ) from error
+        return found
 
 
 def _mixed(old: float, new: float, share: float) -> float:

@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -98,6 +98,7 @@ def measured_under(room: Room | None, examples: int) -> Policy:
     return with_chunked_operators(MEASURED_UNDER, chunk_bytes)
 
 
+@dataclass(eq=False)
 class SensitivityTracker(Resumable):
     """Measures when it is time, and keeps the result; errors count in the optimizer's steps.
 
@@ -111,30 +112,26 @@ class SensitivityTracker(Resumable):
         "last_ms": float,
     }
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        keeper: Keeper,
-        known: Sensitivity | bool = True,
-    ) -> None:
-        self._optimizer = optimizer
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    keeper: Keeper
+    known: InitVar[Sensitivity | bool] = True
+    schedule: Schedule = field(default_factory=Schedule)
+    measurements: int = 0
+    is_measuring: bool = False
+    refusal: str = ""
+    last_ms: float | None = None
+
+    def __post_init__(self, known: Sensitivity | bool) -> None:
         self.sensitivity = self._usable(None if isinstance(known, bool) else known)
         self.was_known = self.sensitivity is not None
-        self.schedule = Schedule()
-        self.measurements = 0
-        self.is_measuring = False
-        self.refusal = ""
-        self._model = model
-        self._keeper = keeper
         self._is_on = bool(known)
         self._most_examples: int | None = None
-        self.last_ms: float | None = None
 
     @cached_property
     def is_relative(self) -> bool:
         """True if errors count beside each parameter's own gradient."""
-        return divides_by_gradients(self._optimizer)
+        return divides_by_gradients(self.optimizer)
 
     def _usable(self, known: Sensitivity | None) -> Sensitivity | None:
         """Return what is known, or None if it was measured for another kind of optimizer."""
@@ -172,7 +169,7 @@ class SensitivityTracker(Resumable):
         if examples is None:
             return False
         if room is not None:
-            self._keeper.expect(self._predicted_bytes(room.profile, examples))
+            self.keeper.expect(self._predicted_bytes(room.profile, examples))
         start_s = time.perf_counter()
         self.is_measuring = True
         try:
@@ -218,13 +215,13 @@ class SensitivityTracker(Resumable):
         pool_bytes: int | None,
     ) -> Sensitivity | None:
         """Measure; None if memory was refused, codes were evicted, or the loss is not finite."""
-        refusals = self._keeper.refusals()
-        snapshot = StepSnapshot(Surroundings.of(self._model, context.loss_fn))
-        capture = Capture(self._model, make_store(pool_bytes))
+        refusals = self.keeper.refusals()
+        snapshot = StepSnapshot(Surroundings.of(self.model, context.loss_fn))
+        capture = Capture(self.model, make_store(pool_bytes))
         found: Sensitivity | None = None
         try:
             found = measure_sensitivity(
-                self._model,
+                self.model,
                 context.loss_fn,
                 context.first(examples),
                 policy or measured_under(room, examples),
@@ -240,7 +237,7 @@ class SensitivityTracker(Resumable):
             pass
         except Exception as error:  # the user's own code may raise anything: training goes on
             is_full = isinstance(error, PoolFullError)
-            if not is_full and not self._keeper.has_refused(error, refusals):
+            if not is_full and not self.keeper.has_refused(error, refusals):
                 self.refusal = f"sensitivities cannot be measured here: {error}"
             self._most_examples = examples // 2
             error.__cause__ = error.__context__ = None
@@ -251,7 +248,7 @@ class SensitivityTracker(Resumable):
         capture.release_scratch()
         del capture
         gc.collect()  # passes' frames and graphs can be parts of cycles
-        self._keeper.flush()
+        self.keeper.flush()
         return found
 
     def _examples(self, batch_size: int) -> int:
@@ -272,5 +269,5 @@ class SensitivityTracker(Resumable):
         widest = planner.level_peak_bytes(profile, examples, str(MEASURED_BITS))
         peak = max(widest, planner.level_peak_bytes(profile, micro_batch, "exact"))
         peak += profile.passing_bytes_at(examples)
-        trained = sum(1 for each in self._model.parameters() if each.requires_grad)
+        trained = sum(1 for each in self.model.parameters() if each.requires_grad)
         return peak + _SKETCHES * trained * _EFFORT.buckets * _BYTES_PER_NUMBER

@@ -107,7 +107,10 @@ class BatchCut:
         size = self.size(batch)
         if micro_batch >= size:
             return [batch]
-        ends = _ends(size, micro_batch, self.least)
+        ends = [*range(0, size, micro_batch), size]
+        if 0 < size % micro_batch < self.least:
+            count = min(-(-size // micro_batch), max(1, size // self.least))
+            ends = [size * index // count for index in range(count + 1)]
         return [self.take(batch, start, stop) for start, stop in pairwise(ends)]
 
     def _mapped(self, batch: Any, change: Callable[[Tensor, int], Tensor]) -> Any:
@@ -125,14 +128,6 @@ WHOLE = BatchCut()
 
 def _is_of_classes(tensor: Tensor) -> bool:
     return tensor.dim() == 1 and not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _ends(size: int, micro_batch: int, least: int) -> list[int]:
-    rest = size % micro_batch
-    if rest == 0 or rest >= least:
-        return [*range(0, size, micro_batch), size]
-    count = min(-(-size // micro_batch), max(1, size // least))
-    return [size * index // count for index in range(count + 1)]
 
 
 def possible_cuts(batch: Any, batch_dim: BatchDim = None) -> Iterator[BatchCut]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -27,7 +28,6 @@ from daf.step.gradient_release import LEFT_TO_USER, GradientRelease
 from daf.step.loss_scale import ScaleWatch
 from daf.step.loss_weights import LossWeights, PartWeights, Weighing, parameter_names
 from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
-from daf.step.splitting import SplitChoice
 from daf.step.state_snapshot import StepSnapshot
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler_stance import eagerly
@@ -88,30 +88,25 @@ class _Losses:
             raise
 
 
+@dataclass(eq=False)
 class GradientStep:
     """Runs forward and backward of whole batches; only released gradients change parameters.
 
     ``keeper`` is told just before a step changes its first parameter.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        capture: Capture,
-        release: GradientRelease,
-        keeper: Keeper,
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._capture = capture
-        self.release = release
-        self._keeper = keeper
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    capture: Capture
+    release: GradientRelease
+    keeper: Keeper
+    is_dry_run: bool = False
+    adds_to_users: bool = False  # gradients that the user accumulated wait for this step's
+
+    def __post_init__(self) -> None:
         self._on_commit: Callable[[], None] = lambda: None
         self._knows_fusions = False
-        self._known_passes = KnownPasses(capture)
-        self.is_dry_run = False
-        self.adds_to_users = False  # gradients that the user accumulated wait for this step's
+        self._known_passes = KnownPasses(self.capture)
 
     def run(
         self,
@@ -134,7 +129,7 @@ class GradientStep:
             CommittedStepError: backward failed after parameters had been updated.
         """
         if not self.is_dry_run:
-            self._on_commit = partial(self._keeper.commit, needed_bytes)
+            self._on_commit = partial(self.keeper.commit, needed_bytes)
         parts = context.parts(plan.micro_batch)
         self._dry_run_once(context, plan.policy)
         self.release.begin(
@@ -144,7 +139,7 @@ class GradientStep:
         )
         weights = None
         if len(parts) > 1:
-            weights = PartWeights(context.choice.weighing, parameter_names(self._model))
+            weights = PartWeights(context.choice.weighing, parameter_names(self.model))
         refuse = partial(self._refuse_nonfinite, context, snapshot, weights)
         losses = _Losses(refuse, may_scale=self.release.kept_because == LEFT_TO_USER)
         reads_first = self._reads_first(snapshot)
@@ -164,8 +159,8 @@ class GradientStep:
         if math.isnan(losses.mean) and not losses.is_scaled:
             self._refuse_nonfinite(context, snapshot, weights, context.batch, losses.mean)
         if losses.is_sum and weights is not None:
-            others = Surroundings.of(self._model, context.loss_fn).parameters_elsewhere()
-            scale_gradients([*self._model.parameters(), *others], 1.0 / losses.weight)
+            others = Surroundings.of(self.model, context.loss_fn).parameters_elsewhere()
+            scale_gradients([*self.model.parameters(), *others], 1.0 / losses.weight)
         return losses.mean
 
     def rehearse(
@@ -177,11 +172,11 @@ class GradientStep:
         ``run``.
         """
         self.is_dry_run = True
-        self._on_commit = self._keeper.begin_need
+        self._on_commit = self.keeper.begin_need
         try:
             with self.release.rehearsing(state_bytes):
                 self.run(context, plan, snapshot, planned=True)
-                return self._keeper.need_bytes() if self.release.is_active else 0
+                return self.keeper.need_bytes() if self.release.is_active else 0
         finally:
             self.is_dry_run = False
 
@@ -190,7 +185,7 @@ class GradientStep:
         if is_processor(snapshot.device):
             return True
         return self.release.is_active or any(
-            each._post_accumulate_grad_hooks for each in self._model.parameters()
+            each._post_accumulate_grad_hooks for each in self.model.parameters()
         )
 
     def _dry_run_once(self, context: StepContext, policy: Policy) -> None:
@@ -199,10 +194,10 @@ class GradientStep:
             return
         was_dry, self.is_dry_run = self.is_dry_run, True
         try:
-            if not self._capture.fusions():
+            if not self.capture.fusions():
                 cut = context.choice.cut
                 batch, loss_fn = context.batch, context.loss_fn
-                dry_run(self._capture, self._model, policy, batch, loss_fn, cut=cut)
+                dry_run(self.capture, self.model, policy, batch, loss_fn, cut=cut)
             self._knows_fusions = True
         finally:
             self.is_dry_run = was_dry
@@ -223,12 +218,19 @@ class GradientStep:
         operators = LossWeights(names=weights.names) if weights else None
         scaling = ScaleWatch()
         with capture, self.release.watching(), operators or nullcontext(), scaling:
-            result = context.loss_fn(self._model, part)
+            result = context.loss_fn(self.model, part)
         is_whole = weights is None
         examples = context.info.examples if is_whole else context.choice.cut.size(part)
         loss = read_loss(result, examples)
         if weights is not None and operators is not None:
-            _refuse_other_path(operators.functions - context.choice.functions, context.choice)
+            # What begins later (a penalty every fourth step, say) may couple examples. A promise,
+            # which has no functions, needs no proof.
+            unknown = operators.functions - context.choice.functions
+            if unknown and context.choice.functions:
+                raise OtherPathError(
+                    f"a part calls {', '.join(sorted(unknown))}, which its proof did not see",
+                    unknown,
+                )
             weights.note_way(operators)
             loss = weights.weighed(loss, operators)
         return loss, scaling.factor
@@ -237,12 +239,12 @@ class GradientStep:
         self, context: StepContext, policy: Policy, part: Any, micro_index: int, *, is_whole: bool
     ) -> AbstractContextManager[object]:
         """Capture a forward pass, unless what it saves is known."""
-        compiled = CompiledModules(self._model)
+        compiled = CompiledModules(self.model)
         what = (context.kind, context.info.nbytes) if is_whole else None
         is_known = self._known_passes.begin(policy, compiled, context.index, what)
         if is_known and not self.release.is_active:
             return apart(compiled)
-        return self._capture.step(policy, context.seed, context.index, micro_index, batch=part)
+        return self.capture.step(policy, context.seed, context.index, micro_index, batch=part)
 
     def _backward(self, loss: WeightedLoss, examples: int, *, is_whole: bool) -> None:
         if is_whole:
@@ -252,7 +254,7 @@ class GradientStep:
         else:
             scaled = loss.total * (loss.weight / examples)
         # Checkpoints run forward passes again here, compiled parts as the first time.
-        again = apart(CompiledModules(self._model))
+        again = apart(CompiledModules(self.model))
         with again, self.release.stepping(scaled, on_commit=self._on_commit):
             scaled.backward()  # type: ignore[no-untyped-call]
 
@@ -268,24 +270,13 @@ class GradientStep:
             weights.check()  # a part's mean over nothing is the cut's fault
         snapshot.forget_backward()
         snapshot.restore()
-        where = first_nonfinite(self._model, part, lambda: context.loss_fn(self._model, part))
+        where = first_nonfinite(self.model, part, lambda: context.loss_fn(self.model, part))
         snapshot.restore()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         raise NonFiniteLossError(
             f"the loss became {value} at step {context.index}; it began in {where}; parameters "
             f"are those from before this step; try a lower learning rate, more bits, or check the "
             f"data"
-        )
-
-
-def _refuse_other_path(unknown: set[str], choice: SplitChoice) -> None:
-    """Raise OtherPathError if a part calls functions that no proof has seen; a promise needs none.
-
-    What begins later (a penalty every fourth step, say) may couple examples.
-    """
-    if unknown and choice.functions:
-        raise OtherPathError(
-            f"a part calls {', '.join(sorted(unknown))}, which its proof did not see", unknown
         )
 
 

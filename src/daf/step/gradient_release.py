@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -43,6 +44,7 @@ class ReleaseCount:
     peak_gradient_bytes: int = 0
 
 
+@dataclass(eq=False)
 class GradientRelease:
     """Steps an optimizer's parameters inside backward, where that is allowed.
 
@@ -55,20 +57,17 @@ class GradientRelease:
         ReleaseRefusedError: ``mode`` is True, and the optimizer or the model forbid it.
     """
 
-    def __init__(
-        self,
-        mode: ReleaseMode,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        reads: ParameterReads,
-    ) -> None:
-        if mode not in (True, False, "auto"):
-            raise ValueError(f"release_gradients is True, False or 'auto'; found {mode!r}")
-        self.mode = mode
-        self._model = model
-        self._optimizer = optimizer
-        self._reads = reads
-        self.is_active = False
+    mode: ReleaseMode
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    reads: ParameterReads
+    is_active: bool = False
+    refusal: str = ""
+    kept_because: str = ""  # why the present step's caller needs all gradients; else empty
+
+    def __post_init__(self) -> None:
+        if self.mode not in (True, False, "auto"):
+            raise ValueError(f"release_gradients is True, False or 'auto'; found {self.mode!r}")
         self._waiting: dict[nn.Parameter, dict[str, Any]] = {}
         self._graph_task: int | None = None
         self._on_commit: Callable[[], None] = lambda: None
@@ -76,8 +75,6 @@ class GradientRelease:
         self._state_per_byte: float | None = None  # in a rehearsal
         self._held_state: list[Tensor] = []
         self.count = ReleaseCount()
-        self.refusal = ""
-        self.kept_because = ""  # why the present step's caller needs all gradients; else empty
         self.begin(micro_batches=1)
 
     @property
@@ -95,7 +92,7 @@ class GradientRelease:
         """Why gradients of a whole batch are not released although that was asked for; else ""."""
         if self.mode is False:
             return ""
-        return self.kept_because or release_refusal(self._model, self._optimizer)
+        return self.kept_because or release_refusal(self.model, self.optimizer)
 
     def begin(
         self, micro_batches: int, *, held_by_plan: bool = False, adds_to_users: bool = False
@@ -109,7 +106,7 @@ class GradientRelease:
         self._has_begun = False
         self.refusal = ""
         if self.mode is not False:
-            own = release_refusal(self._model, self._optimizer, micro_batches)
+            own = release_refusal(self.model, self.optimizer, micro_batches)
             self.refusal = self.kept_because or own
             if adds_to_users:
                 self.refusal = self.refusal or ADDS_TO_USERS
@@ -128,7 +125,7 @@ class GradientRelease:
 
         ``state_bytes``: of optimizer state to come, held from then on in each parameter's share.
         """
-        trained = [each for each in self._model.parameters() if each.requires_grad]
+        trained = [each for each in self.model.parameters() if each.requires_grad]
         self._state_per_byte = state_bytes / max(1, sum(each.nbytes for each in trained))
         try:
             yield
@@ -138,7 +135,7 @@ class GradientRelease:
 
     def watching(self) -> AbstractContextManager[None]:
         """Watch parameter reads; runs around the forward pass, inside the capture's ``with``."""
-        return self._reads.watching() if self.is_active else nullcontext()
+        return self.reads.watching() if self.is_active else nullcontext()
 
     @contextmanager
     def stepping(self, loss: Tensor, on_commit: Callable[[], None]) -> Iterator[None]:
@@ -152,45 +149,47 @@ class GradientRelease:
             yield
             return
         self._on_commit = on_commit
-        self._reads.begin_backward(loss)
+        self.reads.begin_backward(loss)
         try:
             with ExitStack() as hooks:
                 handle = loss.register_hook(self._begin_graph)  # type: ignore[no-untyped-call]
-                hooks.callback(handle.remove)
-                for group in self._optimizer.param_groups:
+                hooks.enter_context(handle)
+                for group in self.optimizer.param_groups:
                     for parameter in group["params"]:
                         if parameter.requires_grad:
-                            hook = self._hook(group)
-                            handle = parameter.register_post_accumulate_grad_hook(hook)
-                            hooks.callback(handle.remove)
+                            hook = partial(self._completed, group)
+                            hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))
                 yield
         except Exception as error:
             if self.committed:
-                raise self._broken_step() from error
+                self.optimizer.zero_grad(set_to_none=True)
+                raise CommittedStepError(
+                    f"backward failed after {self.count.released} parameters had been updated as "
+                    "their gradients completed; the model is between two steps and the step cannot "
+                    "be retried; load the last checkpoint, and train with a larger budget or "
+                    "release_gradients=False"
+                ) from error
             raise
         finally:
             self.count.left_to_the_end = len(self._waiting)
             self._waiting.clear()
-            self._reads.forget()
+            self.reads.forget()
 
     def _begin_graph(self, _gradient: Tensor) -> None:
         self._graph_task = graph_task()
 
-    def _hook(self, group: dict[str, Any]) -> Callable[[Tensor], None]:
-        def completed(parameter: Tensor) -> None:
-            assert isinstance(parameter, nn.Parameter)
-            # A backward pass inside a node of this one (reentrant checkpointing) adds a part only.
-            if graph_task() == self._graph_task:
-                self._waiting[parameter] = group
-                self._release_what_is_free()
-
-        return completed
+    def _completed(self, group: dict[str, Any], parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        # A backward pass inside a node of this one (reentrant checkpointing) adds a part only.
+        if graph_task() == self._graph_task:
+            self._waiting[parameter] = group
+            self._release_what_is_free()
 
     def _release_what_is_free(self) -> None:
         held = sum(map(gradient_bytes, self._waiting))
         self.count.peak_gradient_bytes = max(self.count.peak_gradient_bytes, held)
         for parameter, group in list(self._waiting.items()):
-            if not self._reads.is_free(parameter):
+            if not self.reads.is_free(parameter):
                 continue
             del self._waiting[parameter]
             if not self._has_begun:
@@ -198,20 +197,11 @@ class GradientRelease:
                 self._has_begun = True
             if self._state_per_byte is None:
                 self.count.released += 1
-                step_alone(self._optimizer, group, parameter)
+                step_alone(self.optimizer, group, parameter)
             else:
                 size = int(self._state_per_byte * parameter.nbytes)
                 self._held_state.append(torch.empty(size, dtype=torch.uint8))
             parameter.grad = None
-
-    def _broken_step(self) -> CommittedStepError:
-        count = self.count.released
-        self._optimizer.zero_grad(set_to_none=True)
-        return CommittedStepError(
-            f"backward failed after {count} parameters had been updated as their gradients "
-            "completed; the model is between two steps and the step cannot be retried; load the "
-            "last checkpoint, and train with a larger budget or release_gradients=False"
-        )
 
 
 def step_alone(

@@ -52,9 +52,11 @@ class WeightedLoss:
         """The micro-batch's mean loss."""
         if not self.is_sum:
             return self.total
-        if isinstance(self.weight, Tensor):
-            return _quotient(self.total, self.weight)
-        return self.total / self.weight
+        if not isinstance(self.weight, Tensor):
+            return self.total / self.weight
+        # As by ``float(weight)``: in the total's dtype, divided in float32 at least.
+        wide = torch.promote_types(self.total.dtype, torch.float32)
+        return (self.total.to(wide) / self.weight.to(wide)).to(self.total.dtype)
 
 
 def read_loss(result: Any, examples: int) -> WeightedLoss:
@@ -65,9 +67,12 @@ def read_loss(result: Any, examples: int) -> WeightedLoss:
     else:
         loss = WeightedLoss(result, float(examples), is_sum=False)
     if not isinstance(loss.total, Tensor) or loss.total.numel() != 1:
+        if isinstance(result, Tensor):
+            found = f"a tensor of shape {tuple(result.shape)}"
+        else:
+            found = f"{type(result).__name__}: {result!r:.80}"
         raise DataError(
-            f"loss_fn must return a scalar tensor (the mean) or (sum, weight); it returned "
-            f"{_describe(result)}"
+            f"loss_fn must return a scalar tensor (the mean) or (sum, weight); it returned {found}"
         )
     return loss
 
@@ -81,27 +86,9 @@ def _weight_beside(total: Any, weight: Any) -> float | Tensor:
     return weight.detach().reshape(()).clone()
 
 
-def _quotient(total: Tensor, weight: Tensor) -> Tensor:
-    """Return ``total / float(weight)`` in the total's dtype, divided in float32 at least."""
-    wide = torch.promote_types(total.dtype, torch.float32)
-    return (total.to(wide) / weight.to(wide)).to(total.dtype)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"{type(value).__name__}: {value!r:.80}"
-
-
 def scale_gradients(parameters: list[nn.Parameter], factor: float) -> None:
     """Multiply every gradient that exists by ``factor``, in place."""
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-
-
-def drop_gradients(model: nn.Module) -> None:
-    """Leave no parameter a gradient."""
-    for parameter in model.parameters():
-        parameter.grad = None

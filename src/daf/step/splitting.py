@@ -136,14 +136,11 @@ def proof_key(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> str:
     for kind in sorted(
         {type(each) for each in model.modules()}, key=lambda kind: kind.__qualname__
     ):
-        facts += _code_of(_forward_of(kind))
+        # A scripted module's class has no forward before it is made.
+        forwards = (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
+        facts += _code_of(next(forwards, kind))
     facts += [f"{name} {each.requires_grad}" for name, each in model.named_parameters()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
-
-
-def _forward_of(kind: type[nn.Module]) -> Any:
-    """Return a class's forward; a scripted module's has none before it is made."""
-    return next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), kind)
 
 
 def _own_version() -> str:

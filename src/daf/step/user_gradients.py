@@ -80,9 +80,8 @@ class UserGradients:
 
     def clear(self) -> None:
         """Leave nothing that a step may have added, those of ``elsewhere`` included."""
-        for parameter, _ in self._with_gradients():
-            parameter.grad = None
-        for parameter in self.elsewhere:
+        own = (parameter for parameter, _ in self._with_gradients())
+        for parameter in chain(own, self.elsewhere):
             parameter.grad = None
 
     def note_left(self) -> None:
