@@ -165,9 +165,7 @@ class Work:
 
     def _facts(self) -> dict[str, Any]:
         assert self._session is not None
-        start_s = (
-            self._clock_s + time.perf_counter() - self._timeline.seconds_at(time.perf_counter())
-        )
+        start_s = self._clock_s + self._timeline.start_s
         samples = [(start_s + at, size) for at, size in self._timeline.samples]
         budgets = [
             change.as_dict() | {"at_s": self._clock_s + change.time_s}

@@ -40,19 +40,15 @@ class MemoryGroup:
 
     def reclaimable_bytes(self, system: System) -> int:
         """Return unmapped page cache and reclaimable slab (bytes), taken first; slow to read."""
-        counts = self._statistics(system)
+        prefix, counts = _PREFIXES[self.version], dict[str, int]()
+        for line in (system.read(self.path / "memory.stat") or "").splitlines():
+            name, _, value = line.partition(" ")
+            if name.startswith(prefix) and value.isdigit():
+                counts[name.removeprefix(prefix)] = int(value)
         cache = counts.get("file", counts.get("cache", 0))
         mapped = counts.get("file_mapped", counts.get("mapped_file", 0))
         unmapped = max(0, cache - mapped - counts.get("shmem", 0))
         return unmapped + counts.get("slab_reclaimable", 0)
-
-    def _statistics(self, system: System) -> dict[str, int]:
-        prefix, found = _PREFIXES[self.version], {}
-        for line in (system.read(self.path / "memory.stat") or "").splitlines():
-            name, _, value = line.partition(" ")
-            if name.startswith(prefix) and value.isdigit():
-                found[name.removeprefix(prefix)] = int(value)
-        return found
 
 
 def memory_groups(system: System) -> tuple[MemoryGroup, ...]:
@@ -61,12 +57,7 @@ def memory_groups(system: System) -> tuple[MemoryGroup, ...]:
     groups: list[MemoryGroup] = []
     for line in (system.read("/proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            version = 2
-        elif "memory" in controllers.split(","):
-            version = 1
-        else:
-            continue
+        version = _version("cgroup" if controllers else "cgroup2", controllers)
         if version in mounts:
             groups += _levels(version, path, *mounts[version])
     return tuple(groups)
@@ -74,21 +65,11 @@ def memory_groups(system: System) -> tuple[MemoryGroup, ...]:
 
 def _levels(version: int, path: str, mount: PurePosixPath, mounted: str) -> list[MemoryGroup]:
     """Return the groups from ``path`` up to the mount's top, which shows the group ``mounted``."""
-    inside = _inside(path, mounted)
-    group = mount / inside.lstrip("/")
+    own = PurePosixPath(path)
+    is_inside = ".." not in own.parts and own.is_relative_to(mounted)
+    group = mount / own.relative_to(mounted) if is_inside else mount
     places = (group, *group.parents)
     return [MemoryGroup(each, version) for each in places if each.is_relative_to(mount)]
-
-
-def _inside(path: str, mounted: str) -> str:
-    """Return the group's path below the mount; its top if the group lies outside the mount."""
-    if ".." in PurePosixPath(path).parts:
-        return "/"
-    if mounted == "/":
-        return path
-    if path == mounted or path.startswith(mounted + "/"):
-        return path.removeprefix(mounted)
-    return "/"
 
 
 def _mounts(system: System) -> dict[int, tuple[PurePosixPath, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from daf.budget.cgroups import MemoryGroup, memory_groups
@@ -118,6 +119,7 @@ def _asked_bytes(request: Request, device_bytes: int) -> int | None:
     return request.nbytes
 
 
+@dataclass(eq=False)
 class Governor:
     """Keeps the budget in force; thread-safe. Raises UnitError if it cannot be parsed.
 
@@ -126,37 +128,31 @@ class Governor:
     ``scope``: with "tree", what children hold is no longer this process's to take.
     """
 
-    def __init__(
-        self,
-        asked: Budget,
-        system: System = THIS_SYSTEM,
-        clock: Callable[[], float] = time.perf_counter,
-        bounds: Callable[[], tuple[Bound, ...]] | None = None,
-        scope: Scope = "process",
-    ) -> None:
-        self._system = system
-        self._read_device = bounds
-        self._clock = clock
+    asked: Budget  # last
+    system: System = THIS_SYSTEM
+    clock: Callable[[], float] = time.perf_counter
+    bounds: Callable[[], tuple[Bound, ...]] | None = None
+    scope: Scope = "process"
+
+    def __post_init__(self) -> None:
         self._backoff = Backoff()
         self._growth = Growth()
         self._sampler: PressureSampler | None = None
         self._may_rise_since_s: float | None = None
-        self.asked: Budget = None  # last
         self._request: Request | None = None
-        self._bounds: tuple[Bound, ...] = ()
+        self._found: tuple[Bound, ...] = ()
         self._groups: tuple[MemoryGroup, ...] = ()
         self._groups_found_s = float("-inf")
-        self._scope = scope
         self._children_bytes = 0
         self._children_read_s = float("-inf")
         self.reading = Reading(None, "no budget was asked for")
-        self.ask(asked)
+        self.ask(self.asked)
 
     @property
     def follows_pressure(self) -> bool:
         """True if ``"auto"`` bounds this process; memory pressure says nothing of a device."""
         is_auto = self._request is not None and self._request.is_auto
-        return is_auto and self._read_device is None
+        return is_auto and self.bounds is None
 
     def ask(self, budget: Budget) -> Reading:
         """Replace the budget at once; raises UnitError, and keeps it, if it cannot be parsed."""
@@ -180,9 +176,9 @@ class Governor:
 
     def slack_bytes(self) -> int:
         """Return how far the tightest bound was above the budget at the last reading."""
-        if self.reading.budget_bytes is None or not self._bounds:
+        if self.reading.budget_bytes is None or not self._found:
             return 2**62
-        tightest = min(bound.most_bytes for bound in self._bounds)
+        tightest = min(bound.most_bytes for bound in self._found)
         return tightest - self.reading.budget_bytes
 
     def _move(
@@ -197,12 +193,12 @@ class Governor:
         return self.reading
 
     def _settled(self, request: Request, *, at_once: bool, urgent: bool) -> Reading:
-        self._bounds = self._read_bounds(request)
-        if self._scope == "tree":
-            self._bounds += self._children_bound(request)
-        self._growth.note(self._bounds, self._clock())
+        self._found = self._read_bounds(request)
+        if self.scope == "tree":
+            self._found += self._children_bound(request)
+        self._growth.note(self._found, self.clock())
         backoff = self._pressure(urgent) if self.follows_pressure else 0.0
-        goal = goal_of(request, self._bounds, backoff, self._growth)
+        goal = goal_of(request, self._found, backoff, self._growth)
         before = self.reading.budget_bytes
         if at_once or before is None or goal.budget_bytes < before:
             self._may_rise_since_s = None
@@ -211,26 +207,23 @@ class Governor:
         return Reading(_stepped(goal), goal.reason)
 
     def _read_bounds(self, request: Request) -> tuple[Bound, ...]:
-        if self._read_device is not None:
-            return self._read_device()
+        if self.bounds is not None:
+            return self.bounds()
+        now_s = self.clock()
+        if now_s - self._groups_found_s >= GROUPS_LAST_S:
+            self._groups, self._groups_found_s = memory_groups(self.system), now_s
         near = None if request.nbytes is None else request.nbytes + MOST_BYTES
-        return read_bounds(self._system, near, self._memory_groups())
+        return read_bounds(self.system, near, self._groups)
 
     def _children_bound(self, request: Request) -> tuple[Bound, ...]:
         """Return what children leave of the budget; for "auto", other bounds count them already."""
-        asked = _asked_bytes(request, min(each.ceiling_bytes for each in self._bounds))
+        asked = _asked_bytes(request, min(each.ceiling_bytes for each in self._found))
         if asked is None:
             return ()
-        now_s = self._clock()
+        now_s = self.clock()
         if now_s - self._children_read_s >= CHILDREN_LAST_S:
-            self._children_bytes, self._children_read_s = children_bytes(self._system), now_s
+            self._children_bytes, self._children_read_s = children_bytes(self.system), now_s
         return (Bound("the budget with child processes", asked, asked - self._children_bytes),)
-
-    def _memory_groups(self) -> tuple[MemoryGroup, ...]:
-        now_s = self._clock()
-        if now_s - self._groups_found_s >= GROUPS_LAST_S:
-            self._groups, self._groups_found_s = memory_groups(self._system), now_s
-        return self._groups
 
     def _may_rise(self, goal: Goal, before: int) -> bool:
         """True if there has been room for ``RISE_AFTER_S``."""
@@ -239,7 +232,7 @@ class Governor:
         if goal.budget_bytes < wanted:
             self._may_rise_since_s = None
             return False
-        now_s = self._clock()
+        now_s = self.clock()
         if self._may_rise_since_s is None:
             self._may_rise_since_s = now_s
         if now_s - self._may_rise_since_s < RISE_AFTER_S:
@@ -249,8 +242,8 @@ class Governor:
 
     def _pressure(self, urgent: bool) -> float:
         if self._sampler is None:
-            self._sampler = PressureSampler(self._system)
-        now_s = self._clock()
+            self._sampler = PressureSampler(self.system)
+        now_s = self.clock()
         pressed = self._sampler.share(now_s) >= STALLED_SHARE
         return self._backoff.note(pressed or urgent, now_s)
 

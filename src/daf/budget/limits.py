@@ -66,12 +66,11 @@ def _group_bounds(
     system: System, group: MemoryGroup, own_bytes: int, near_bytes: int | None
 ) -> list[Bound]:
     limits = group.limits(system)
-    used = group.used_bytes(system) if limits else None
-    if used is None:
-        return [Bound(f"{group.path}/{name}", limit, limit) for name, limit in limits.items()]
-    room = own_bytes - used
-    if near_bytes is None or min(limits.values()) + room < near_bytes:
-        room += min(used, group.reclaimable_bytes(system))
+    used, room = group.used_bytes(system) if limits else None, 0
+    if used is not None:
+        room = own_bytes - used
+        if near_bytes is None or min(limits.values()) + room < near_bytes:
+            room += min(used, group.reclaimable_bytes(system))
     return [Bound(f"{group.path}/{name}", limit, limit + room) for name, limit in limits.items()]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from contextlib import suppress
 
 from daf.budget.cgroups import memory_groups
 from daf.budget.system import System
@@ -60,21 +61,17 @@ def open_triggers(system: System) -> list[int]:
     """Open triggers, signalled by POLLPRI, none if the kernel refuses. The caller closes them."""
     stall_us = int(STALLED_SHARE * TRIGGER_WINDOW_US)
     order = f"some {stall_us} {TRIGGER_WINDOW_US}\0".encode()
-    opened = [_open_trigger(system, path, order) for path in pressure_files(system)]
-    return [descriptor for descriptor in opened if descriptor is not None]
-
-
-def _open_trigger(system: System, path: str, order: bytes) -> int | None:
-    try:
-        descriptor = os.open(system.place(path), os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
-    except OSError:
-        return None
-    try:
-        os.write(descriptor, order)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    opened = []
+    for path in pressure_files(system):
+        with suppress(OSError):
+            descriptor = os.open(system.place(path), os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
+            try:
+                os.write(descriptor, order)
+            except OSError:
+                os.close(descriptor)
+            else:
+                opened.append(descriptor)
+    return opened
 
 
 class Backoff:

@@ -57,7 +57,7 @@ class Watcher:
 
     def _waiter(self, triggers: list[int]) -> Callable[[float], bool]:
         if not triggers:
-            return self._sleep
+            return self._stopped.wait  # True once closed, when nobody looks any more
         poll = select.poll()
         ear, mouth = os.pipe()
         self._descriptors.callback(os.close, ear)
@@ -76,7 +76,3 @@ class Watcher:
             return urgent
 
         return wait
-
-    def _sleep(self, seconds: float) -> bool:
-        self._stopped.wait(seconds)
-        return False

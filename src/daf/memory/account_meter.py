@@ -57,11 +57,9 @@ class ResidentMeter(Meter):
 
 def open_meter() -> Meter:
     """Return the best meter available now."""
-    return Meter(_live_bytes, _take_peak_bytes) if native.is_installed() else ResidentMeter()
-
-
-def _live_bytes() -> int:
-    return int(native.statistics()["live_bytes.current"])
+    if not native.is_installed():
+        return ResidentMeter()
+    return Meter(lambda: int(native.statistics()["live_bytes.current"]), _take_peak_bytes)
 
 
 def _take_peak_bytes() -> int:

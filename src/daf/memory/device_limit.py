@@ -23,16 +23,6 @@ _registry_lock = threading.RLock()  # of all devices' keepers; taken before a ke
 _open: dict[str, tuple[float, weakref.WeakSet[DeviceKeeper]]] = {}
 
 
-def _enter(memory: DeviceMemory, keeper: DeviceKeeper) -> float:
-    """Count one more open keeper; return the user's share."""
-    with _registry_lock:
-        if memory.name not in _open:
-            _open[memory.name] = memory.limit_share(), weakref.WeakSet()
-        share, keepers = _open[memory.name]
-        keepers.add(keeper)
-        return share
-
-
 def _leave(memory: DeviceMemory) -> None:
     """Put in force what the keepers that are left ask, the tightest last; else the user's share."""
     with _registry_lock:
@@ -91,7 +81,11 @@ class DeviceKeeper(Keeper):
             if self._share_before is not None or self.is_retired:
                 return
             self._total_bytes = self._memory.total_bytes()
-            self._share_before = _enter(self._memory, self)
+            if self.memory_name not in _open:
+                _open[self.memory_name] = self._memory.limit_share(), weakref.WeakSet()
+            share, keepers = _open[self.memory_name]
+            keepers.add(self)
+            self._share_before = share
             # Sessions may be abandoned without ``close``, in a notebook say.
             self._left = weakref.finalize(self, _leave, self._memory)
             self._left.atexit = False  # the process's share ends with it
@@ -123,8 +117,7 @@ class DeviceKeeper(Keeper):
     def has_refused(self, error: BaseException, refusals_before: int) -> bool:
         """True if the error itself is a refusal; PyTorch or user code may have handled others."""
         is_refusal = self._memory.is_refusal(error, refusals_before)
-        if is_refusal:
-            self._was_refused = True
+        self._was_refused |= is_refusal
         return is_refusal
 
     def bound(self, expected_bytes: int, budget_bytes: int) -> None:  # noqa: ARG002 - of its kind

@@ -54,11 +54,9 @@ class History:
         self._start_us = time.time_ns() // 1000
         self._resources.callback(self._stop)
         asker = _Asker(self._names)
-        for hook in (
-            register_module_forward_pre_hook(asker.enter),
-            register_module_forward_hook(asker.leave, always_call=True),
-        ):
-            self._resources.callback(hook.remove)
+        self._resources.enter_context(register_module_forward_pre_hook(asker.enter))
+        leaving = register_module_forward_hook(asker.leave, always_call=True)
+        self._resources.enter_context(leaving)
         self._resources.enter_context(_LabelOperators(asker))
         return self
 

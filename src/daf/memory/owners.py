@@ -132,8 +132,9 @@ class Owners:
             problem = native.install()
             if problem:
                 raise cannot_redirect(problem)
-        elif redirects:
-            self.redirect_imported()
+        elif redirects and len(sys.modules) != self._modules:  # NumPy was imported since, say
+            self._modules = len(sys.modules)
+            native.refresh()  # takes 0.1 ms
         native.set_cap(cap)
         limit = _limit_of(claims)
         native.set_limit(None if limit is None else _less(limit, expected))
@@ -141,12 +142,6 @@ class Owners:
         glibc.return_freed_blocks(returns)
         if not redirects and native.is_installed():
             native.remove()
-
-    def redirect_imported(self) -> None:
-        """Redirect libraries that were loaded since, if anything was imported: NumPy, say."""
-        if len(sys.modules) != self._modules:
-            self._modules = len(sys.modules)
-            native.refresh()  # takes 0.1 ms
 
     def _make_room(self, missing_bytes: int) -> int:
         """Free memory for an allocation at the limit, on its thread; returns bytes, 0: refused."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Self
 
 import psutil
 import torch
@@ -27,12 +28,8 @@ _MOST_READ = 1 << 14
 _RESET_PEAK_COMMAND = b"5"  # proc(5): reset the peak resident set size
 
 
-def field_bytes(path: Path, field: str) -> int:
+def field_bytes(content: bytes, field: str, path: Path) -> int:
     """Return a field of a file of ``/proc`` that counts KiB; OSError if it lacks."""
-    return _field_bytes(path.read_bytes(), field, path)
-
-
-def _field_bytes(content: bytes, field: str, path: Path) -> int:
     start = content.find(f"\n{field}:".encode())  # the first line is no field of bytes
     if start < 0:
         raise OSError(f"{path} has no field {field}")
@@ -49,10 +46,10 @@ def _own_bytes(*fields: str) -> list[int]:
     """Return fields of this process's status at one moment."""
     try:
         content = os.pread(_open_status(os.getpid()), _MOST_READ, 0)
-        return [_field_bytes(content, field, _STATUS) for field in fields]
+        return [field_bytes(content, field, _STATUS) for field in fields]
     except OSError:
         content = _STATUS.read_bytes()
-        found = [_field_bytes(content, field, _STATUS) for field in fields]  # raises again if none
+        found = [field_bytes(content, field, _STATUS) for field in fields]  # raises again if none
         _open_status.cache_clear()  # else somebody closed all descriptors
         return found
 
@@ -138,10 +135,10 @@ class MemoryTimeline:
         self._interval_s = interval_ms / 1000.0
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._start_s = 0.0
+        self.start_s = 0.0  # the ``perf_counter`` time of entry
 
-    def __enter__(self) -> MemoryTimeline:
-        self._start_s = time.perf_counter()
+    def __enter__(self) -> Self:
+        self.start_s = time.perf_counter()
         self._stopped.clear()
         self._thread = threading.Thread(target=self._sample, name="daf-memory", daemon=True)
         self._thread.start()
@@ -153,21 +150,12 @@ class MemoryTimeline:
             self._thread.join()
         self._record()
 
-    @property
-    def peak_bytes(self) -> int:
-        """The largest sample; 0 before the first."""
-        return max((size for _, size in self.samples), default=0)
-
     def mark(self, label: str) -> None:
         """Set a label at this moment."""
-        self.marks.append((time.perf_counter() - self._start_s, label))
-
-    def seconds_at(self, time_s: float) -> float:
-        """Return a moment of ``time.perf_counter()`` as seconds since entry."""
-        return time_s - self._start_s
+        self.marks.append((time.perf_counter() - self.start_s, label))
 
     def _record(self) -> None:
-        self.samples.append((time.perf_counter() - self._start_s, self._held_bytes()))
+        self.samples.append((time.perf_counter() - self.start_s, self._held_bytes()))
 
     def _sample(self) -> None:
         while not self._stopped.wait(self._interval_s):

@@ -159,9 +159,8 @@ def audit() -> Audit:
     counts = native.statistics()
     held = counts["held_bytes.current"]
     large = held - counts["small_bytes.current"] - counts["external_bytes.current"]
-    return Audit(
-        field_bytes(_SMAPS_ROLLUP, "Rss"), _range_bytes(*native.address_range()), held, large
-    )
+    resident = field_bytes(_SMAPS_ROLLUP.read_bytes(), "Rss", _SMAPS_ROLLUP)
+    return Audit(resident, _range_bytes(*native.address_range()), held, large)
 
 
 def _range_bytes(first: int, size: int) -> int:

@@ -14,7 +14,7 @@ _FLUSH_EVERY_S = 1.0
 _Value = TypeVar("_Value")
 
 
-class MemoryLog:
+class MemoryLog(MemoryTimeline):
     """A context that samples ``held_bytes`` and, from ``write_to`` on, writes ``memory.jsonl``.
 
     A line is ``{"seconds", "resident_bytes"}``, ``{"seconds", "mark"}`` or, if the budget changed,
@@ -23,19 +23,15 @@ class MemoryLog:
     """
 
     def __init__(self, interval_ms: float, held_bytes: Callable[[], int]) -> None:
-        self._timeline = MemoryTimeline(interval_ms, held_bytes)
+        super().__init__(interval_ms, held_bytes)
         self._budgets: list[tuple[float, int | None]] = []
         self._budget_moves = -1
         self._file: GrowingFile | None = None
         self._offset_s = 0.0
         self._flushed_s = time.monotonic()
 
-    def __enter__(self) -> MemoryLog:
-        self._timeline.__enter__()
-        return self
-
     def __exit__(self, *exception: Any) -> None:
-        self._timeline.__exit__(*exception)
+        super().__exit__(*exception)
         try:
             if exception[0] is None:  # else a full disk here would hide the exception
                 self.flush()
@@ -43,13 +39,9 @@ class MemoryLog:
             if self._file is not None:
                 self._file.close()
 
-    def mark(self, label: str) -> None:
-        """Write a label beside the samples of this moment."""
-        self._timeline.mark(label)
-
     def note_budget(self, time_s: float, budget_bytes: int | None) -> float:
         """Record a budget from ``time_s`` (``perf_counter``) on; return the run's seconds."""
-        since_entry_s = self._timeline.seconds_at(time_s)
+        since_entry_s = time_s - self.start_s
         self._budgets.append((since_entry_s, budget_bytes))
         self._budget_moves += 1
         return round(self._offset_s + since_entry_s, 3)
@@ -72,10 +64,10 @@ class MemoryLog:
         lines = [
             {"seconds": round(self._offset_s + at, 3), key: value}
             for key, values in (
-                ("mark", _drained(self._timeline.marks)),
+                ("mark", _drained(self.marks)),
                 # The summary holds a budget that never changes.
                 ("budget_bytes", _drained(self._budgets) if self._budget_moves > 0 else []),
-                ("resident_bytes", _drained(self._timeline.samples)),
+                ("resident_bytes", _drained(self.samples)),
             )
             for at, value in values
         ]
