@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -37,21 +38,20 @@ def _show(outline: dict[str, Any]) -> None:
         least = format_bytes(outline["least_feasible_bytes"])
         console.print(f"the least budget that could hold this job: {least}", highlight=False)
     if outline["account"] is not None:
-        account = Table("term", "bytes", title="account")
-        for name, size in outline["account"].items():
-            account.add_row(name.replace("_", " "), format_bytes(size))
-        console.print(account)
+        account = outline["account"].items()
+        terms = ((name.replace("_", " "), format_bytes(size)) for name, size in account)
+        console.print(_table("account", ("term", "bytes"), terms))
     if outline["noise"] is not None:
         _show_noise(console, outline["noise"])
     if outline["choices"]:
-        console.print(_choice_table(outline["choices"]))
+        choices = (line.partition(": ")[::2] for line in outline["choices"])
+        console.print(_table("choices", ("what", "how, and why"), choices))
     if outline["left_alone"]:
-        levers = Table(*LEVER_COLUMNS, title="left alone")
-        for row in outline["left_alone"]:
-            levers.add_row(*lever_row(row))
-        console.print(levers)
+        levers = map(lever_row, outline["left_alone"])
+        console.print(_table("left alone", LEVER_COLUMNS, levers))
     if outline["sites"]:
-        console.print(_site_table(outline["sites"]))
+        names = ("saved tensor", "need", "treatment", "plain", "held")
+        console.print(_table(None, names, map(_site_row, outline["sites"])))
 
 
 def _show_noise(console: Console, noise: dict[str, Any]) -> None:
@@ -61,26 +61,25 @@ def _show_noise(console: Console, noise: dict[str, Any]) -> None:
         f"at most {noise['tolerance']:.3g}",
         highlight=False,
     )
-    table = Table("saved tensor", "treatment", "noise", "of all", title="noise: the worst")
+    rows = []
     for row in noise["sites"][:WORST_SITES]:
-        treatment = f"{row['method']} {row['bits'] or ''}".strip()
         share = f"{row['added_noise'] / noise['added_noise']:.0%}"
-        table.add_row(row["site"], treatment, f"{row['added_noise']:.3g}", share)
-    console.print(table)
+        rows.append((row["site"], _treatment(row), f"{row['added_noise']:.3g}", share))
+    names = ("saved tensor", "treatment", "noise", "of all")
+    console.print(_table("noise: the worst", names, rows))
 
 
-def _choice_table(choices: list[str]) -> Table:
-    table = Table("what", "how, and why", title="choices")
-    for line in choices:
-        what, _, why = line.partition(": ")
-        table.add_row(what, why)
-    return table
+def _site_row(row: dict[str, Any]) -> tuple[str, ...]:
+    sizes = format_bytes(row["plain_bytes"]), format_bytes(row["held_bytes"])
+    return row["site"], row["need"], _treatment(row), *sizes
 
 
-def _site_table(sites: list[dict[str, Any]]) -> Table:
-    table = Table("saved tensor", "need", "treatment", "plain", "held")
-    for row in sites:
-        sizes = format_bytes(row["plain_bytes"]), format_bytes(row["held_bytes"])
-        treatment = f"{row['method']} {row['bits'] or ''}".strip()
-        table.add_row(row["site"], row["need"], treatment, *sizes)
+def _treatment(row: dict[str, Any]) -> str:
+    return f"{row['method']} {row['bits'] or ''}".strip()
+
+
+def _table(title: str | None, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(*names, title=title)
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ import typer
 
 from daf.core.errors import DataError
 from daf.core.units import format_bytes
-from daf.memory.allocation_log import Tracking, track
+from daf.memory.allocation_log import track
 from daf.session.forward.compress import ScriptModels
 
 
@@ -81,10 +82,7 @@ def _within(
         found["models"] = models.reports()
         _tell(json.dumps(found) if as_json else _summary(found))
         if path is not None:
-            try:
-                path.write_text(json.dumps(found, indent=1) + "\n")
-            except OSError as error:
-                _tell(f"daf: the report was not written: {error}")
+            _write("report", partial(path.write_text, json.dumps(found, indent=1) + "\n"))
 
 
 def _summary(found: dict[str, Any]) -> str:
@@ -121,17 +119,16 @@ def _counted(
             yield
     finally:
         if tracking is not None:
-            _keep_history(tracking, history)
+            if history is not None and tracking.history is not None:
+                _write("history", partial(tracking.history.write, history))
             _tell(_counts(tracking.statistics, as_json=as_json))
 
 
-def _keep_history(tracking: Tracking, path: Path | None) -> None:
-    if path is None or tracking.history is None:
-        return
+def _write(what: str, write: Callable[[], object]) -> None:
     try:
-        tracking.history.write(path)
+        write()
     except OSError as error:
-        _tell(f"daf: the history was not written: {error}")
+        _tell(f"daf: the {what} was not written: {error}")
 
 
 def _counts(counts: dict[str, int], *, as_json: bool) -> str:

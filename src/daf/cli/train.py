@@ -55,7 +55,9 @@ def train_command(
         _say_how_to_resume(folder, "the step in progress was abandoned")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if summary["finished"]:
-        _draw(folder)
+        trouble = draw_memory_elsewhere(folder.path)
+        if trouble:
+            print(f"daf: a picture in {folder.path} was not drawn: {trouble}", file=sys.stderr)
     print(json.dumps(summary)) if as_json else show_summary(summary, folder)
     if not summary["finished"]:
         _say_how_to_resume(folder, f"stopped after step {summary['steps']}")
@@ -74,23 +76,14 @@ def _say_what_is_imported(folder: RunFolder, settings: TrainSettings) -> None:
     for names, reference in ((MODELS, settings.model), (DATA, settings.data)):
         origin = names.origin(reference)
         if origin is not None:
-            print(
-                f"daf: {folder.path} names the {names.kind} {reference!r}: importing it from "
-                f"{origin}",
-                file=sys.stderr,
-            )
+            what = f"{folder.path} names the {names.kind} {reference!r}"
+            print(f"daf: {what}: importing it from {origin}", file=sys.stderr)
 
 
 def _default_out(settings: TrainSettings) -> Path:
     data = settings.data.partition(":")[0]
     model = settings.model.rpartition(":")[2]
     return Path("runs") / f"{model}-{data}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _draw(folder: RunFolder) -> None:
-    trouble = draw_memory_elsewhere(folder.path)
-    if trouble:
-        print(f"daf: a picture in {folder.path} was not drawn: {trouble}", file=sys.stderr)
 
 
 def _say_how_to_resume(folder: RunFolder, what: str) -> None:

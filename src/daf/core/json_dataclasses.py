@@ -6,9 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType, UnionType
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
-
-Value = TypeVar("Value")
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 
 def to_plain(value: Any) -> Any:
@@ -23,30 +21,25 @@ def to_plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def from_plain(kind: type[Value], plain: Any) -> Value:
-    """Restore a ``kind``; raises KeyError, TypeError or ValueError for other plain values."""
-    found: Value = _read(kind, plain)
-    return found
-
-
-def _read(hint: Any, plain: Any) -> Any:
-    origin, inner = get_origin(hint), get_args(hint)
+def from_plain(kind: Any, plain: Any) -> Any:
+    """Restore a ``kind`` (a hint); raises KeyError, TypeError or ValueError for other values."""
+    origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         rest = [each for each in inner if each is not type(None)]
-        return None if plain is None else _read(rest[0], plain)
-    if dataclasses.is_dataclass(hint):
-        hints = get_type_hints(hint)
-        fields = {name: _read(hints[name], value) for name, value in plain.items()}
-        return hint(**fields)  # type: ignore[operator]
+        return None if plain is None else from_plain(rest[0], plain)
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        fields = {name: from_plain(hints[name], value) for name, value in plain.items()}
+        return kind(**fields)  # type: ignore[operator]
     if origin is tuple:
         kinds = [inner[0]] * len(plain) if inner[1:] == (Ellipsis,) else inner
-        return tuple(_read(each, value) for each, value in zip(kinds, plain, strict=True))
+        return tuple(from_plain(each, value) for each, value in zip(kinds, plain, strict=True))
     if origin is frozenset:
-        return frozenset(_read(inner[0], each) for each in plain)
+        return frozenset(from_plain(inner[0], each) for each in plain)
     if origin is not None and issubclass(origin, Mapping):
-        pairs = ((_read(inner[0], key), _read(inner[1], value)) for key, value in plain)
+        pairs = ((from_plain(inner[0], key), from_plain(inner[1], value)) for key, value in plain)
         return MappingProxyType(dict(pairs))
-    return hint(plain)
+    return kind(plain)
 
 
 class Resumable:

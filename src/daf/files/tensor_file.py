@@ -52,15 +52,18 @@ def write_tensors(
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     offset = 0
     for name in order:
+        dtype, shape = tensors[name].dtype, list(tensors[name].shape)
+        if dtype not in _TYPE_NAMES:
+            raise RunFolderError(f"tensor {name!r} has type {dtype}, which safetensors cannot hold")
         end = offset + tensors[name].numel() * tensors[name].element_size()
-        header[name] = {
-            "dtype": _type_name(name, tensors[name].dtype),
-            "shape": list(tensors[name].shape),
-            "data_offsets": [offset, end],
-        }
+        header[name] = {"dtype": _TYPE_NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
         offset = end
     file.write(_header_text(header, dict.fromkeys(order, _UNKNOWN)))
-    checksums = {name: _write_data(file, tensors[name]) for name in order}
+    checksums = {}
+    for name in order:
+        data = _bytes_of(tensors[name])
+        file.write(data)
+        checksums[name] = f"{zlib.crc32(data):08x}"
     file.seek(0)
     file.write(_header_text(header, checksums))
 
@@ -76,18 +79,6 @@ def _header_text(header: dict[str, Any], checksums: Mapping[str, str]) -> bytes:
 def _checksum_of(header: Mapping[str, Any]) -> str:
     metadata = {name: text for name, text in header[_METADATA].items() if name != _OF_HEADER}
     return f"{zlib.crc32(json.dumps({**header, _METADATA: metadata}).encode()):08x}"
-
-
-def _type_name(name: str, dtype: torch.dtype) -> str:
-    if dtype not in _TYPE_NAMES:
-        raise RunFolderError(f"tensor {name!r} has type {dtype}, which safetensors cannot hold")
-    return _TYPE_NAMES[dtype]
-
-
-def _write_data(file: BinaryIO, tensor: Tensor) -> str:
-    data = _bytes_of(tensor)
-    file.write(data)
-    return f"{zlib.crc32(data):08x}"
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

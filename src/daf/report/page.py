@@ -27,8 +27,10 @@ def page(runs: Sequence[Run]) -> str:
     """Return the whole page of at least one run; raises ValueError if ``runs`` is empty."""
     if not runs:
         raise ValueError("a report needs at least one run")
-    heading = headline(runs)
     many = len(runs) > 1
+    *names, last = (run.name for run in runs)
+    side_by_side = f"{', '.join(names)} and {last}: {len(runs)} runs side by side"
+    heading = side_by_side if many else runs[0].title
     body = element(
         "main",
         element("h1", heading),
@@ -61,14 +63,6 @@ def document(heading: str, body: Markup) -> str:
     return "<!doctype html>\n" + element(
         "html", head, element("body", skip, body, script), lang="en"
     )
-
-
-def headline(runs: Sequence[Run]) -> str:
-    """Return the page's headline sentence."""
-    if len(runs) == 1:
-        return runs[0].title
-    names = [run.name for run in runs]
-    return f"{', '.join(names[:-1])} and {names[-1]}: {len(runs)} runs side by side"
 
 
 def comparison(runs: Sequence[Run]) -> Markup:

@@ -54,7 +54,10 @@ def _figure(charts: Sequence[LineChart | BarChart], make: Callable[..., Any]) ->
             _draw_lines(axes, chart)
         else:
             _draw_bars(axes, chart)
-        _dress(axes, chart.title)
+        axes.set_title(chart.title, loc="left", color=INK, fontsize=12, fontweight="bold", pad=12)
+        axes.tick_params(colors=QUIET, labelcolor=INK)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
     return figure
 
 
@@ -107,13 +110,6 @@ def _draw_bars(axes: Any, chart: BarChart) -> None:
     axes.invert_yaxis()
 
 
-def _dress(axes: Any, heading: str) -> None:
-    axes.set_title(heading, loc="left", color=INK, fontsize=12, fontweight="bold", pad=12)
-    axes.tick_params(colors=QUIET, labelcolor=INK)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
 def draw_memory(folder: Path) -> Path:
     """Draw a run's ``memory.png`` and return its path.
 
@@ -141,18 +137,13 @@ def draw_memory_elsewhere(folder: Path) -> str:
     return lines[-1] if lines else f"the drawing process ended with {done.returncode}"
 
 
-def _be_killed_first() -> None:
-    """Raise this process's OOM score, so that the kernel kills it before a training run."""
-    with suppress(OSError):  # not Linux
-        Path("/proc/self/oom_score_adj").write_text("1000")
-
-
 def main(arguments: Sequence[str]) -> int:
     """Draw for the run folder in ``arguments``; return the exit status."""
     if len(arguments) != 1:
         print("usage: python -m daf.report.picture RUN", file=sys.stderr)
         return 2
-    _be_killed_first()
+    with suppress(OSError):  # not Linux; elsewhere the kernel kills this before a training run
+        Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         print(draw_memory(Path(arguments[0])))
     except (DafError, OSError, ValueError, KeyError) as error:
