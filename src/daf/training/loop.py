@@ -286,9 +286,12 @@ class _Run:
         """Return the metric over all test examples; None if a signal came first."""
         total = weight = 0.0
         self.job.optimizer.zero_grad()  # evaluation needs their room; the next step makes its own
+        plan = self.job.session.plan
+        batch_size = plan.micro_batch if plan else self.job.settings.batch_size
         self.job.model.eval()
         try:
-            for indices in self.job.test_indices(self._evaluation_size()):
+            # Half of it: without codes, forward holds several whole outputs at once.
+            for indices in self.job.test_indices(max(1, batch_size // 2)):
                 if self.watch.requested:
                     return None
                 examples = torch.from_numpy(indices)
@@ -300,11 +303,6 @@ class _Run:
 
     def _score(self, model: nn.Module, examples: torch.Tensor) -> tuple[float, float]:
         return self.job.task.score(model, self.job.test_batch(examples.numpy()))
-
-    def _evaluation_size(self) -> int:
-        """Return half a micro-batch: without codes, forward holds several whole outputs at once."""
-        plan = self.job.session.plan
-        return max(1, (plan.micro_batch if plan else self.job.settings.batch_size) // 2)
 
     def _checkpoint(self) -> None:
         if not _is_finite(self.job.model):
@@ -391,8 +389,7 @@ class InterruptWatch:
             signal.signal(number, handler)
         self._before.clear()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt(signal.Signals(number).name)
         self.requested = True

@@ -60,7 +60,14 @@ class Names:
         known = self.all()
         name, _, path = reference.partition(":")
         if name in known:
-            return Found(reference, self._installed(reference, known[name]), path)
+            try:
+                factory = known[name].load()
+            except ModuleNotFoundError as error:
+                raise DataError(
+                    f"{self.kind} {reference!r} needs the package {error.name!r}, which is not "
+                    f"installed; try: pip install {error.name}"
+                ) from error
+            return Found(reference, factory, path)
         attribute, _, path = path.partition(":")
         if not attribute:
             raise UnknownNameError(f"unknown {self.kind} {reference!r}; {self._advice(name)}")
@@ -79,15 +86,6 @@ class Names:
         if spec is None:
             return "nowhere: there is no such module"
         return spec.origin or ", ".join(spec.submodule_search_locations or ())
-
-    def _installed(self, reference: str, point: EntryPoint) -> Callable[..., Any]:
-        try:
-            return point.load()  # type: ignore[no-any-return]
-        except ModuleNotFoundError as error:
-            raise DataError(
-                f"{self.kind} {reference!r} needs the package {error.name!r}, which is not "
-                f"installed; try: pip install {error.name}"
-            ) from error
 
     def _users(self, reference: str, module_name: str, attribute: str) -> Callable[..., Any]:
         here = _look_here()
