@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from made_up import MB, Tree
 from torch import Tensor, nn
 
+from daf.budget.governor import Governor
 from daf.core.errors import BudgetError, PlatformError, UnitError
 from daf.core.policy import coded_policy
 from daf.memory import process_memory
@@ -308,7 +309,8 @@ def test_a_group_s_limit_that_falls_is_followed_by_the_thread(tree: Tree) -> Non
         return wanted
 
     keeper, lowered = MemoryKeeper(give_back), []
-    controller = BudgetController("900MB", keeper, lambda: lowered.append(1), tree.system())
+    governor = Governor("900MB", tree.system())
+    controller = BudgetController(governor, keeper, lambda: lowered.append(1))
     assert controller.begin_step() == 900 * MB
     tree.v2_group("/app", used_mb=299, maximum_mb=20)
     wait_for(lambda: controller.budget_bytes == 20 * MB)

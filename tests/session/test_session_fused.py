@@ -435,7 +435,7 @@ def test_hooks_that_only_look_are_seen_by_no_function_mode() -> None:
 
     x = torch.ones(2)
     with Mode():
-        unseen(lambda tensor: tensor.untyped_storage())(x)
+        unseen()(lambda tensor: tensor.untyped_storage())(x)
         assert seen == []
         x.untyped_storage()
     assert seen == ["untyped_storage"]

@@ -13,10 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from daf.budget.governor import Governor, Reading
-from daf.budget.limits import Bound
 from daf.budget.pressure import open_triggers
-from daf.budget.request import Budget, Scope
-from daf.budget.system import THIS_SYSTEM, System
+from daf.budget.request import Budget
 from daf.budget.watcher import Watcher
 from daf.core.plan import Plan
 from daf.memory.keeper import Keeper
@@ -47,33 +45,22 @@ class BudgetChange:
         return asdict(self)
 
 
+@dataclass(eq=False)
 class BudgetController:
     """One session's budget: asks the governor, applies the answer at once, and keeps the history.
 
     ``lowest_bytes``: the lowest budget since ``bound``. ``on_lower`` is called first when the
-    budget falls, to free what only saves time; ``bounds`` reads a device's bounds instead of
-    ``system``'s; ``scope``: as ``Governor``'s.
-
-    Raises:
-        UnitError: the budget cannot be read.
+    budget falls, to free what only saves time.
     """
 
-    def __init__(
-        self,
-        asked: Budget,
-        keeper: Keeper,
-        on_lower: Callable[[], None] = lambda: None,
-        system: System = THIS_SYSTEM,
-        bounds: Callable[[], tuple[Bound, ...]] | None = None,
-        scope: Scope = "process",
-    ) -> None:
-        self._governor = Governor(asked, system, bounds=bounds, scope=scope)
-        self._keeper = keeper
-        self._on_lower = on_lower
-        self._system = system
+    governor: Governor
+    keeper: Keeper
+    on_lower: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._watcher: Watcher | None = None
         self._looked_s = float("-inf")
-        budget_bytes, reason = self._governor.reading
+        budget_bytes, reason = self.governor.reading
         self.budget_bytes = budget_bytes
         self.is_anothers = False
         self.lowest_bytes = budget_bytes
@@ -83,11 +70,11 @@ class BudgetController:
     @property
     def asked(self) -> Budget:
         """The budget that the user asked for last."""
-        return self._governor.asked
+        return self.governor.asked
 
     def ask(self, budget: Budget) -> None:
         """Change the budget; before returning free all that can be. Raises as ``Governor.ask``."""
-        self._governor.ask(budget)
+        self.governor.ask(budget)
         self.follow()
 
     def begin_step(self) -> int | None:
@@ -100,7 +87,7 @@ class BudgetController:
         return self.budget_bytes
 
     def _look(self, *, urgent: bool = False) -> None:
-        self._governor.refresh(urgent=urgent)
+        self.governor.refresh(urgent=urgent)
         self._looked_s = time.perf_counter()
 
     def bound(self, plan: Plan) -> int | None:
@@ -109,7 +96,7 @@ class BudgetController:
             self.lowest_bytes = self.budget_bytes
             if self.budget_bytes is None:
                 return None
-            self._keeper.bound(plan.predicted_peak_bytes, self.budget_bytes)
+            self.keeper.bound(plan.predicted_peak_bytes, self.budget_bytes)
             return max(0, self.budget_bytes - plan.predicted_peak_bytes)
 
     @property
@@ -137,7 +124,7 @@ class BudgetController:
             return
         if self.budget_bytes is None and not callable(self.asked):
             return
-        triggers = open_triggers(self._system) if self._governor.follows_pressure else []
+        triggers = open_triggers(self.governor.system) if self.governor.follows_pressure else []
         self._watcher = Watcher(self.look, triggers)
         self._tell_others()
 
@@ -148,7 +135,7 @@ class BudgetController:
         except Exception:  # a user's function may raise anything; the next step's refresh raises it
             return LOOK_FAR_S
         self.follow()
-        near = self._keeper.follow_growth() or self._governor.slack_bytes() < FAR_BYTES
+        near = self.keeper.follow_growth() or self.governor.slack_bytes() < FAR_BYTES
         return LOOK_S if near or callable(self.asked) else LOOK_FAR_S
 
     def follow(self) -> None:
@@ -157,7 +144,7 @@ class BudgetController:
         if budget_bytes == before and self.is_anothers == (reason == ANOTHERS):
             return  # who changes it acts itself
         if budget_bytes is not None and (before is None or budget_bytes < before):
-            self._on_lower()  # without the lock: it may wait for a thread that allocates
+            self.on_lower()  # without the lock: it may wait for a thread that allocates
         with account_lock:
             budget_bytes, reason = self._reading()
             self.is_anothers = reason == ANOTHERS
@@ -165,7 +152,7 @@ class BudgetController:
                 return
             self.budget_bytes = budget_bytes
             self.lowest_bytes = _least(self.lowest_bytes, budget_bytes)
-            evicted = self._keeper.rebound(budget_bytes)
+            evicted = self.keeper.rebound(budget_bytes)
             change = BudgetChange(time.perf_counter(), budget_bytes, reason, evicted)
             self.history.append(change)
             del self.history[:-MOST_CHANGES]
@@ -176,11 +163,11 @@ class BudgetController:
 
         Every living session's budget bounds the same process, so the least is every session's.
         """
-        own = self._governor.reading
+        own = self.governor.reading
         if own.budget_bytes is None:
             return own
         others = [each for each in self._others() if each.is_watching]
-        least = _least(own.budget_bytes, *(e._governor.reading.budget_bytes for e in others))
+        least = _least(own.budget_bytes, *(e.governor.reading.budget_bytes for e in others))
         return own if least == own.budget_bytes else Reading(least, ANOTHERS)
 
     def _tell_others(self) -> None:
@@ -191,8 +178,8 @@ class BudgetController:
     def _others(self) -> list[BudgetController]:
         if len(_living) == 1:
             return []
-        name = self._keeper.memory_name
-        return [e for e in list(_living) if e is not self and e._keeper.memory_name == name]
+        name = self.keeper.memory_name
+        return [e for e in list(_living) if e is not self and e.keeper.memory_name == name]
 
 
 def _least(*budgets: int | None) -> int | None:

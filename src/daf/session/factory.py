@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from daf.budget.governor import Governor
 from daf.budget.limits import bounds_of
 from daf.budget.request import Budget, Scope
 from daf.capture.capture import Capture
@@ -114,13 +115,8 @@ def make_parts(
     tracker = SensitivityTracker(model, optimizer, keeper, sensitivity)
     noise = NoiseController(tracker, selector, capture, tolerance, memory)
     counters = StepCounters(capture, memory, release)
-    budget_controller = BudgetController(
-        budget,
-        keeper,
-        capture.release_scratch,
-        bounds=bounds_of(memory),
-        scope=checked_scope(scope, memory),
-    )
+    governor = Governor(budget, bounds=bounds_of(memory), scope=checked_scope(scope, memory))
+    budget_controller = BudgetController(governor, keeper, capture.release_scratch)
     make_profiler = partial(
         Profiler,
         model,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from daf.capture.capture import Capture
 from daf.core.code_errors import error_growth, relative_error
@@ -67,34 +67,22 @@ class NoiseRecord:
         return asdict(self) | {"relative_noise": self.relative_noise}
 
 
-class StepNoise(NamedTuple):
-    """One step's noise (squared lengths of gradient errors, None if unmeasured) and its time."""
-
-    added_variance: float | None = None
-    batch_variance: float | None = None
-    measuring_ms: float = 0.0
-
-
+@dataclass(eq=False)
 class NoiseController:
-    """One session's noise; a ``tolerance`` of None is the default."""
+    """One session's noise; an ``asked_tolerance`` of None is the default."""
 
-    def __init__(
-        self,
-        tracker: SensitivityTracker,
-        selector: PlanSelector,
-        capture: Capture,
-        tolerance: float | None,
-        memory: MemoryDomain,
-    ) -> None:
-        self.tracker = tracker
+    tracker: SensitivityTracker
+    selector: PlanSelector
+    capture: Capture
+    asked_tolerance: float | None
+    memory: MemoryDomain
+
+    def __post_init__(self) -> None:
         # Called once, when there is too much noise and no room for more bits.
         self.tell: Callable[[str], None] = logging.getLogger("daf").warning
         self.history: list[NoiseRecord] = []
-        self.tolerance = DEFAULT_TOLERANCE if tolerance is None else tolerance
-        self._selector = selector
-        self._capture = capture
-        self._memory = memory
-        self._is_exact = tolerance == 0.0
+        asked = self.asked_tolerance
+        self.tolerance = DEFAULT_TOLERANCE if asked is None else asked
         self._has_warned = False
         self._searched_ms = 0.0  # counted so far
         self._by_site: dict[Site, float] = {}
@@ -110,13 +98,13 @@ class NoiseController:
     ) -> Profiles:
         """Return the profiles ``weighed``, after measuring if the plan is lossy and that fits."""
         if self.tracker.sensitivity is None and plan.added_noise > 0.0:
-            resident = self._memory.held_bytes()
+            resident = self.memory.held_bytes()
             room = Room(profiles.own, profiles.of(plan), budget_bytes)
             self.tracker.measure(
-                replace(context, index=0), room, pool_bytes=self._capture.pool_bytes
+                replace(context, index=0), room, pool_bytes=self.capture.pool_bytes
             )
             # Measuring loads code and leaves small blocks in the allocator; both stay.
-            stays = max(0, self._memory.held_bytes() - resident)
+            stays = max(0, self.memory.held_bytes() - resident)
             profiles = profiles.changed(
                 lambda each: replace(each, resident_bytes=each.resident_bytes + stays)
             )
@@ -134,74 +122,75 @@ class NoiseController:
 
     def widen(self, budget_bytes: int | None) -> bool:
         """Widen codes by at least one bit; False if the budget has no room for that."""
-        plan = self._selector.plan
+        plan = self.selector.plan
         if plan is None:
             return False
-        if self._selector.profiles is None or budget_bytes is None:
+        if self.selector.profiles is None or budget_bytes is None:
             wider = one_bit_wider(plan.policy)
-            self._selector.change_policy(wider)
+            self.selector.change_policy(wider)
             return wider != plan.policy
         noise = max(plan.added_noise, plan.bounded_noise)
-        return self._selector.widen(noise / NOISE_OF_A_BIT, budget_bytes)
+        return self.selector.widen(noise / NOISE_OF_A_BIT, budget_bytes)
 
     def after_step(
         self, context: StepContext, running: Plan, step_ms: float, budget_bytes: int | None
-    ) -> StepNoise:
-        """Count a step's noise; measure if that is due, then plan anew if there is a budget."""
+    ) -> dict[str, float]:
+        """Count a step's noise; measure if that is due, then plan anew if there is a budget.
+
+        Returns the ``StepReport``'s fields on noise and on the time to measure it.
+        """
         schedule = self.tracker.schedule
         schedule.trained_ms += step_ms
-        self._count_search()
+        # Searches by new sensitivities count as measuring; the first plan's search is free.
+        ended_ms = self.selector.reweighed_ms
+        schedule.planned_ms += ended_ms - self._searched_ms
+        self._searched_ms = ended_ms
         before_ms = schedule.measured_ms
         if is_lossy(running.policy) and self.tracker.is_due(context.info.examples, step_ms):
             self._measure(context, running, budget_bytes)
-        measuring_ms = schedule.measured_ms - before_ms
+        measured = {"measuring_ms": schedule.measured_ms - before_ms}
         self._count(running)
         found = self.tracker.sensitivity
         own = None if found is None else found.variance_of(context.info.examples)
         if not own:
-            return StepNoise(measuring_ms=measuring_ms)
-        return StepNoise(own * self._relative_noise(), own, measuring_ms)
+            return measured
+        added = own * self._relative_noise()
+        return measured | {"added_variance": added, "batch_variance": own}
 
     def _measure(self, context: StepContext, running: Plan, budget_bytes: int | None) -> None:
         room = None
-        profiles = self._selector.profiles
+        profiles = self.selector.profiles
         if profiles is not None and budget_bytes is not None:
-            modelled_bytes = self._selector.modelled(budget_bytes)
+            modelled_bytes = self.selector.modelled(budget_bytes)
             room = Room(profiles.own, profiles.of(running), modelled_bytes)
-        policy, pool_bytes = None if room else running.policy, self._capture.pool_bytes
+        policy, pool_bytes = None if room else running.policy, self.capture.pool_bytes
         if not self.tracker.measure(context, room, policy=policy, pool_bytes=pool_bytes):
             return
         has_widened = False
         if room is not None and budget_bytes is not None:
             has_widened = self._replan(running, budget_bytes)
-        elif self._selector.plan is not None:
-            self._selector.change_policy(self.with_weights(running.policy))
+        elif self.selector.plan is not None:
+            self.selector.change_policy(self.with_weights(running.policy))
         self._count(running)
         self._record(context.index, has_widened=has_widened)
 
     def _replan(self, running: Plan, budget_bytes: int) -> bool:
         """Plan by new numbers; True if the plan adds less noise than the running one."""
         start_s = time.perf_counter()
-        assert self._selector.profiles is not None
-        profiles = self.weighed(self._selector.profiles)
+        assert self.selector.profiles is not None
+        profiles = self.weighed(self.selector.profiles)
         noise = expected_noise(profiles.of(running), running.policy, running.micro_batch)
-        self._selector.reweigh(profiles, budget_bytes)
+        self.selector.reweigh(profiles, budget_bytes)
         self.tracker.schedule.planned_ms += 1000.0 * (time.perf_counter() - start_s)
         self.tracker.schedule.plans += 1
-        plan = self._selector.plan
+        plan = self.selector.plan
         return plan is not None and plan.added_noise < sum(noise.values())
-
-    def _count_search(self) -> None:
-        """Charge searches by new sensitivities to measuring; the first plan's search is free."""
-        ended_ms = self._selector.reweighed_ms
-        self.tracker.schedule.planned_ms += ended_ms - self._searched_ms
-        self._searched_ms = ended_ms
 
     def _record(self, index: int, *, has_widened: bool) -> None:
         """Append one record per step; after a rollback, steps already recorded are skipped."""
         found = self.tracker.sensitivity
         is_old = bool(self.history) and index <= self.history[-1].step
-        if found is None or not found.batch_variance or self._is_exact or is_old:
+        if found is None or not found.batch_variance or self.tolerance == 0.0 or is_old:
             return
         own, tolerance = found.batch_variance, max(self.tolerance, LEAST_TOLERANCE)
         record = NoiseRecord(index, self._relative_noise() * own, own, tolerance)
@@ -220,7 +209,7 @@ class NoiseController:
 
     def _count(self, running: Plan) -> None:
         """Predict each site's noise anew if the plan, sensitivities or profile changed."""
-        found, profiles = self.tracker.sensitivity, self._selector.profiles
+        found, profiles = self.tracker.sensitivity, self.selector.profiles
         key = (running, found, profiles)
         if all(one is other for one, other in zip(key, self._valid_for, strict=True)):
             return
@@ -234,18 +223,18 @@ class NoiseController:
             own = found.batch_variance
             self._by_site = {
                 each.site: found.sites[each.site].at_least * relative_error(each.treatment) / own
-                for each in self._capture.sites()
+                for each in self.capture.sites()
                 if each.site in found.sites
             }
 
     def _relative_noise(self) -> float:
         """Return the noise of all codes, evicted planes included, over the batch's own."""
         noise = sum(self._by_site.values())
-        if not self._capture.stats.evicted_bytes:
+        if not self.capture.stats.evicted_bytes:
             return noise
         return noise + sum(
             self._by_site.get(each.site, 0.0) * (_growth(each) - 1.0)
-            for each in self._capture.sites()
+            for each in self.capture.sites()
             if each.evicted_bytes
         )
 

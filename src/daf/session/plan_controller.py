@@ -144,18 +144,16 @@ class PlanController(Resumable):
             self._outgrow(context, self.budget_bytes)
         self.selector.between_steps()
         plan = self._adopt(self.prepare(context))
-        if self.budget_bytes is not None and self.is_planned and self._is_other_door():
-            plan = self._replan(self.budget_bytes)
+        if self.budget_bytes is not None and self.is_planned:
+            refusal = self.selector.constraints.allowed.release_refusal
+            if refusal != self.allowed().release_refusal:  # gradients may be released, or no more
+                plan = self._replan(self.budget_bytes)
         running = self.selector.running or plan
         if context.choice.refusal and running.micro_batch < context.info.examples:
             plan = self._with_proof(running, context)
         is_new = self.selector.autotuner.is_trying_another
         self.keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
         return self._whole(self.selector.running or plan, context.info)
-
-    def _is_other_door(self) -> bool:
-        """True if gradients may be released, or may not, otherwise than when this was planned."""
-        return self.allowed().release_refusal != self.selector.constraints.allowed.release_refusal
 
     def note_accumulated(self, nbytes: int) -> None:
         """Plan for a step beside gradients of the user (bytes); raises as ``plan_for``."""

@@ -85,7 +85,13 @@ class DivergenceWatch(Resumable):
         self.losses = (*self.losses, loss)[-self.window :]
         if self.calm_since is None:
             self.calm_since = step
-        return self._save_if_due(step, calm=step - self.calm_since)
+        # The first state is the first step's, before anything can have gone wrong.
+        is_due = self.good_step is None or step - self.good_step >= self.save_every
+        is_calm = step - self.calm_since >= min(self.patience, self.save_every)
+        if is_due and (self.good_step is None or is_calm):
+            self.good_step = step
+            return Action.SAVE
+        return Action.CONTINUE
 
     def _is_spike(self, loss: float) -> bool:
         if len(self.losses) < self.window:
@@ -94,14 +100,6 @@ class DivergenceWatch(Resumable):
         deviation = _SCALE_OF_DEVIATION * median(abs(each - usual) for each in self.losses)
         rise = loss - usual
         return rise > self.deviations * deviation and rise > self.least_rise * abs(usual)
-
-    def _save_if_due(self, step: int, *, calm: int) -> Action:
-        due = self.good_step is None or step - self.good_step >= self.save_every
-        # The first state is the first step's, before anything can have gone wrong.
-        if due and (self.good_step is None or calm >= min(self.patience, self.save_every)):
-            self.good_step = step
-            return Action.SAVE
-        return Action.CONTINUE
 
     def _diverged(self, reason: str) -> Action:
         self.reason = reason

@@ -372,17 +372,15 @@ class Session(SessionReadings):
 
     def _context(self, batch: Any, loss_fn: LossFunction) -> StepContext:
         if self._proven_for is None or self._is_resumed:
-            self._check_proofs(proof_key(self.model, batch, loss_fn))
+            key = proof_key(self.model, batch, loss_fn)
+            # A run resumed with other code, or under other versions, measures and proves anew.
+            if self._is_resumed and key != self._proven_for:
+                self._splitting.forget()
+                if self.budget_bytes is not None:
+                    self._plan_controller.selector.forget()
+            self._proven_for, self._is_resumed = key, False
         index = self._runner.counters.step_index
         return StepContext.of(self.model, batch, loss_fn, self._splitting, self._seed, index)
-
-    def _check_proofs(self, key: str) -> None:
-        """Measure and prove anew if a run is resumed with other code, or under other versions."""
-        if self._is_resumed and key != self._proven_for:
-            self._splitting.forget()
-            if self.budget_bytes is not None:
-                self._plan_controller.selector.forget()
-        self._proven_for, self._is_resumed = key, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on as this one would have (JSON-able)."""

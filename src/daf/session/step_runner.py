@@ -256,7 +256,7 @@ class StepRunner:
             overrun_bytes=overrun_bytes,
             overdraft_bytes=self.keeper.overdraft_bytes - overdraft_bytes,
             budget_bytes=budget_bytes,
-            **noise._asdict(),
+            **noise,
         )
 
     def _run_watched(self, context: StepContext, plan: Plan) -> tuple[float, Plan, bool]:

@@ -52,11 +52,8 @@ class UsersUpdates:
             if optimizer in outermost:
                 begun.close()
 
-        for handle in (
-            register_optimizer_step_pre_hook(before),
-            register_optimizer_step_post_hook(after),
-        ):
-            self._hooks.callback(handle.remove)
+        self._hooks.enter_context(register_optimizer_step_pre_hook(before))
+        self._hooks.enter_context(register_optimizer_step_post_hook(after))
         weakref.finalize(self, self._hooks.close).atexit = False
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from thoroughness import at_most
 from torch import Tensor, nn
 from writing import writing
 
-from daf.budget.governor import RESERVE_BYTES
+from daf.budget.governor import RESERVE_BYTES, Governor
 from daf.budget.limits import bounds_of
 from daf.core.code_format import code_bytes
 from daf.core.errors import BudgetError
@@ -101,8 +101,8 @@ class Bed:
         )  # made now: blocks so small are refused to nobody here
         self.host = HostStore(CPU, 3 * MIB, transfers=HostCopies())
         self.keeper = DeviceKeeper(self.memory, self.store.give_back)
-        on_lower, bounds = self.host.drop_staged, bounds_of(self.memory)
-        self.controller = BudgetController(budget, self.keeper, on_lower, bounds=bounds)
+        governor = Governor(budget, bounds=bounds_of(self.memory))
+        self.controller = BudgetController(governor, self.keeper, self.host.drop_staged)
         self.codes: list[Code] = []
         self.activations: list[Tensor] = []
         self.names = 0
