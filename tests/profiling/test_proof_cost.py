@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from daf import Session
 from daf.memory import process_memory
+from daf.profiling.constant_random import ConstantRandom
 from daf.profiling.split_proof import SplitProof
 from daf.step.batch_cut import possible_cuts
 from daf.step.loss_weights import Weighing
@@ -165,3 +166,46 @@ def test_a_proof_does_not_make_pytorch_import_sympy() -> None:
     """In a process of its own: here, other tests may have."""
     done = subprocess.run([sys.executable, "-c", PROVE], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+class Dropping(nn.Module):
+    """A residual sum that writes into what dropout returns: in training that is no saved ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 5)
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.3, batch_first=True)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(input=F.relu(self.first(x)))
+        hidden += 1.0
+        rows = hidden[:, None]
+        result: Tensor = self.last(self.attention(rows, rows, rows)[0][:, 0])
+        return result
+
+
+def test_dropout_keeps_everything_in_a_proof_which_looks_for_draws_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[int] = []
+    dispatched = ConstantRandom.__torch_dispatch__
+    forward = SplitProof._forward
+
+    def noted(mode: ConstantRandom, *arguments: Any, **keywords: Any) -> Any:
+        looked[-1] += 1
+        return dispatched(mode, *arguments, **keywords)
+
+    def counted(proof: SplitProof, *arguments: Any) -> Any:
+        looked.append(0)
+        return forward(proof, *arguments)
+
+    monkeypatch.setattr(ConstantRandom, "__torch_dispatch__", noted)
+    monkeypatch.setattr(SplitProof, "_forward", counted)
+    asked, whole = Dropping(), batch()
+    proof = SplitProof(asked, mean, statistics=False)
+    assert proof.run(whole, next(possible_cuts(whole)), 2) == (Weighing.EXAMPLES, "")
+    assert looked[0] > 0
+    assert looked[1:] == [0, 0]
+    assert all(each.training for each in asked.modules())
+    assert "forward" not in vars(asked.drop)

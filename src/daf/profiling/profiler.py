@@ -258,7 +258,7 @@ class Profiler:
             observer.begin_backward()
             loss.mean.backward()  # type: ignore[no-untyped-call]
         observer.found.process_bytes = self.memory.peak_bytes() - before_bytes
-        self.model.zero_grad()
+        nn.Module.zero_grad(self.model)
         self._settle()
         observer.found.plain_bytes = self.capture.stats.plain_peak_bytes
         observer.found.chunk_bytes = policy.chunk_bytes or 0
@@ -386,7 +386,7 @@ class Profiler:
         self.keeper.flush()
 
     def _recover(self) -> None:
-        self.model.zero_grad()
+        nn.Module.zero_grad(self.model)
         gc.collect(1)  # young frames and graphs of what failed or was proven can be cycles
         self._make_room()
 
