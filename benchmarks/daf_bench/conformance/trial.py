@@ -35,6 +35,8 @@ CODED_SEEDS = 8
 EXPECTED_SEEDS = 12
 # Trials of how far a rounding moves plain: usually, and where it moves it far.
 ROUNDED_TRIALS, CHAOTIC_TRIALS = 2, 6
+# Trials of what a few roundings do: one of these may take the side of a ReLU that a way took.
+SEVERAL_TRIALS, SEVERAL_UNITS = 12, 4
 # There a way is one more trial, which lies beyond the furthest of six once in seven.
 CHAOTIC_FACTOR = 2.0
 # Ways that change no rounding: plain's bits, where plain repeats its own.
@@ -213,8 +215,17 @@ def _held(
     rounding = max(_apart(plain, each) for each in moved)
     if _is_chaotic(rounding) and found.difference <= CHAOTIC_FACTOR * rounding:
         return None
-    noise += min(MOST_NOISE, NOISE_FACTOR * rounding)
-    return compared(plain, other, tolerance, with_random=with_random, noise=noise)
+    wider = noise + min(MOST_NOISE, NOISE_FACTOR * rounding)
+    verdict = compared(plain, other, tolerance, with_random=with_random, noise=wider)
+    if verdict.is_right:
+        return verdict
+    for seed in range(SEVERAL_TRIALS):  # a way rounds more often than once
+        trial = _moved(judge, seed, SEVERAL_UNITS, quiet=quiet)
+        if compared(trial, other, tolerance, with_random=False, noise=noise).is_right:
+            return compared(
+                plain, other, tolerance, with_random=with_random, noise=found.difference
+            )
+    return verdict
 
 
 def _moved_by_rounding(judge: Judge, plain: Trace, *, quiet: bool) -> list[Trace]:
@@ -228,17 +239,22 @@ def _moved_by_rounding(judge: Judge, plain: Trace, *, quiet: bool) -> list[Trace
     for seed in range(1, 1 + CHAOTIC_TRIALS):
         if seed > ROUNDED_TRIALS and not _is_chaotic(max(_apart(plain, each) for each in moved)):
             break
-        work = judge.fresh(quiet=quiet)
-        noise = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for each in work.model.parameters():
-                if each.is_floating_point():
-                    signs = torch.randint(0, 2, each.shape, generator=noise) * 2 - 1
-                    each.mul_(1 + torch.finfo(each.dtype).eps * signs.to(each.dtype))
-        seed_all(judge.seed)
-        work.reset()
-        moved.append(ways.train_plain(work, judge.rate))
+        moved.append(_moved(judge, seed, 1, quiet=quiet))
     return moved
+
+
+def _moved(judge: Judge, seed: int, units: int, *, quiet: bool) -> Trace:
+    """Return what plain does when every parameter moves by about ``units`` of its last place."""
+    work = judge.fresh(quiet=quiet)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for each in work.model.parameters():
+            if each.is_floating_point():
+                signs = torch.randint(0, 2, each.shape, generator=noise) * 2 - 1
+                each.mul_(1 + units * torch.finfo(each.dtype).eps * signs.to(each.dtype))
+    seed_all(judge.seed)
+    work.reset()
+    return ways.train_plain(work, judge.rate)
 
 
 def _is_chaotic(rounding: float) -> bool:

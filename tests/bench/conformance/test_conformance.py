@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from daf_bench.conformance import run
-from daf_bench.conformance.case import Case, Work
+from daf_bench.conformance import run, trial, ways
+from daf_bench.conformance.case import Case, Work, built
 from daf_bench.conformance.pool import run_apart
 from daf_bench.conformance.trial import try_case
 from torch import Tensor, nn
@@ -84,6 +84,40 @@ def test_a_proof_that_accepts_everything_is_found(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(split_choice, "SplitProof", Trusting)
     row = try_case(cases()["situations/info_nce"], 0)
     assert row["ways"]["split"]["outcome"] == "wrong"
+
+
+class Gated(nn.Module):
+    """A ReLU that opens where its parameter lies three units in the last place further."""
+
+    def __init__(self, units: int, slope: float = 0.01) -> None:
+        super().__init__()
+        self.body, self.slope = nn.Linear(8, 5), slope
+        self.gate = nn.Parameter(torch.tensor([1.0 + units * torch.finfo(torch.float32).eps]))
+        self.threshold = 1.0 + 3 * torch.finfo(torch.float32).eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.slope * torch.relu(self.gate - self.threshold)
+
+
+def gated(units: int, slope: float = 0.01) -> Work:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch).square().mean() + model(batch).mean()
+
+    return Work(Gated(units, slope), torch.randn(12, 8), loss)
+
+
+@pytest.mark.parametrize(
+    ("units", "slope", "is_right"), [(2, 0.01, True), (4, 0.01, True), (4, 0.02, False)]
+)
+def test_the_other_side_of_a_relu_is_right_where_roundings_reach_it(
+    units: int, slope: float, is_right: bool
+) -> None:
+    judge = trial._judge(Case("made/gated", lambda: gated(0)), 0)
+    other = ways.train_plain(built(Case("made/other", lambda: gated(units, slope)), 0), judge.rate)
+    assert trial._apart(judge.plain, other) > (1e-3 if units > 3 else 0.0)
+    verdict = trial._held(judge, judge.plain, other, 0.0)
+    assert verdict is not None
+    assert verdict.is_right == is_right
 
 
 def test_a_lever_that_acted_before_and_does_not_now_is_lost(rows: dict[str, Any]) -> None:
