@@ -17,6 +17,7 @@ from daf_bench import main_job
 from daf_bench.accuracy import jobs
 from daf_bench.accuracy import run as accuracy_bench
 from daf_bench.accuracy.plot import draw_curves
+from daf_bench.cli_bias import bias_command
 from daf_bench.cli_conformance import conformance_command
 from daf_bench.cli_doors import doors_command
 from daf_bench.cli_faults import faults_command
@@ -66,6 +67,7 @@ app.command("conformance")(conformance_command)
 app.command("faults")(faults_command)
 app.command("doors")(doors_command)
 app.command("values")(values_command)
+app.command("bias")(bias_command)
 
 
 @app.callback()

@@ -1,0 +1,1 @@
+"""``daf bench bias``: what of the codes' errors does not average out, of many small networks."""
