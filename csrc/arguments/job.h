@@ -84,7 +84,6 @@ struct Job {
   uint32_t* const* planes = nullptr;   // [bits]: where the plane's part of block 0 lies
   uint16_t* headers = nullptr;         // rotated, minmax
   uint64_t key = 0;                    // rotated, minmax, steps
-  int rounds = 1;                      // rotated
   const int8_t* thresholds = nullptr;  // rotated, [bits][16]: of each step, by the cell so far
   const int8_t* levels = nullptr;      // rotated, [16]: by cell
   float level_factor = 0;              // rotated: of one level, in units of the header's scale

@@ -109,7 +109,7 @@ inline void read_record(Fields& from, Call& call) {
   Job& job = call.paged.job;
   from.read(call.threads, job.count, job.source.type, job.source.data, job.source.affine);
   from.read(job.target.data, job.target.affine, job.target.accumulate, call.blocks);
-  from.read(call.paged.pages, call.paged.mask, job.rounds, job.key, job.thresholds, job.levels,
+  from.read(call.paged.pages, call.paged.mask, job.key, job.thresholds, job.levels,
             job.level_factor, call.paged.shorter_levels, call.paged.shorter_level_factor);
   from.read(job.predicate, job.low, job.high, job.table, job.item_bytes, job.base);
   from.read(job.emission, call.moments, job.gradient, call.sums, job.row_gradient);

@@ -37,21 +37,21 @@ DAF_INLINE void philox_rounds(PhiloxState& state, const PhiloxKeys& keys) {
   }
 }
 
-// The sign patterns of consecutive blocks, made by eight Philox calls at a time.
+// The sign patterns of one round of consecutive blocks, made by eight Philox calls at a time.
 class Signs {
  public:
-  Signs(uint64_t key, int rounds) : keys_(key), call_bits_(rounds), blocks_(8 >> rounds) {
+  Signs(uint64_t key, unsigned round) : keys_(key) {
     for (unsigned lane = 0; lane < 8; ++lane) {
-      offset_[2 * lane] = lane >> call_bits_;
-      call_[2 * lane] = lane & ((1u << call_bits_) - 1);
+      offset_[2 * lane] = lane / 2;
+      call_[2 * lane] = 2 * round + lane % 2;
     }
   }
 
-  // Eight words for each round.
+  // Eight words.
   DAF_MEMBER_INLINE const uint32_t* of_block(uint64_t block) {
-    const uint64_t first = block & ~uint64_t(blocks_ - 1);
+    const uint64_t first = block & ~uint64_t{3};
     if (first != first_) refill(first);
-    return reinterpret_cast<const uint32_t*>(words_) + ((block - first) << call_bits_) * 4;
+    return reinterpret_cast<const uint32_t*>(words_) + (block - first) * 8;
   }
 
  private:
@@ -74,8 +74,6 @@ class Signs {
   }
 
   const PhiloxKeys keys_;
-  int call_bits_;
-  uint32_t blocks_;
   uint64_t first_ = ~uint64_t{0};
   alignas(64) uint32_t offset_[16] = {};
   alignas(64) uint32_t call_[16] = {};

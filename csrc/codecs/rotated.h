@@ -7,25 +7,35 @@
 
 namespace {
 
-// The transforms of all rounds, and the signs between them.
-DAF_INLINE void transform(V::Shorts& shorts, const uint32_t* signs, int rounds) {
-  V::hadamard_shorts(shorts);
-  if (rounds == 2) {
+// A key's rotations: of one round, or of two for blocks that are peaked.
+struct Rotations {
+  Signs first, second;
+
+  explicit Rotations(uint64_t key) : first(key, 0), second(key, 1) {}
+
+  // What follows the first transform. By value, so that other blocks stay in registers.
+  DAF_NEVER_INLINE V::Shorts transformed_again(V::Shorts shorts, uint64_t block) {
     V::shift_shorts<between_rounds_shift>(shorts);
-    V::flip_shorts(shorts, signs + words_per_block);
+    V::flip_shorts(shorts, second.of_block(block));
     V::hadamard_shorts(shorts);
+    return shorts;
   }
-}
 
-DAF_INLINE void rotate(V::Shorts& shorts, const uint32_t* signs, int rounds) {
-  V::flip_shorts(shorts, signs);
-  transform(shorts, signs, rounds);
-}
+  DAF_MEMBER_INLINE void transform(V::Shorts& shorts, uint64_t block, bool peaked) {
+    V::hadamard_shorts(shorts);
+    if (peaked) shorts = transformed_again(shorts, block);
+  }
 
-DAF_INLINE void rotate_back(V::Shorts& shorts, const uint32_t* signs, int rounds) {
-  transform(shorts, signs, rounds);
-  V::flip_shorts(shorts, signs);
-}
+  DAF_MEMBER_INLINE void apply(V::Shorts& shorts, uint64_t block, bool peaked) {
+    V::flip_shorts(shorts, first.of_block(block));
+    transform(shorts, block, peaked);
+  }
+
+  DAF_MEMBER_INLINE void apply_back(V::Shorts& shorts, uint64_t block, bool peaked) {
+    transform(shorts, block, peaked);
+    V::flip_shorts(shorts, first.of_block(block));
+  }
+};
 
 template <int bits>
 struct RotatedTables {
@@ -44,6 +54,7 @@ struct RotatedState {
   Prescale prescale[batch_blocks];
   float mean[batch_blocks];  // rounded and prescaled
   float norm[batch_blocks];
+  bool peaked[batch_blocks];
   V::Shorts rotated[batch_blocks];
   int32_t product[batch_blocks];  // of the rotated numbers and their levels
 };
@@ -67,30 +78,46 @@ DAF_INLINE void find_mean(Batch& batch, RotatedState& state, size_t i, size_t va
   if (valid < block_elements) batch.pad(i, valid, state.mean[i]);
 }
 
-DAF_INLINE float energy_around(const float* row, float mean) {
+// A block around its mean: its energy, and whether few elements hold it.
+struct Spread {
+  float energy;
+  bool peaked;
+};
+
+DAF_INLINE Spread spread_around(const float* row, float mean) {
   const auto middle = V::set(mean);
-  return V::tree_sum(fold([&](int t) {
+  const auto square = [&](int t) {
     const auto centred = V::subtract(V::load(row + V::lanes * t), middle);
     return V::multiply(centred, centred);
-  }));
+  };
+  V::F fours[4];  // sums of every 64th
+  DAF_UNROLLED for (int t = 0; t < 4; ++t) fours[t] = fold<4>(square, t);
+  const auto halved = [&](auto&& leaf) {
+    return V::tree_sum(V::add(V::add(leaf(fours[0]), leaf(fours[2])),
+                              V::add(leaf(fours[1]), leaf(fours[3]))));
+  };
+  const float energy = halved([](V::F x) { return x; });
+  const float peak = halved([](V::F x) { return V::multiply(x, x); });
+  return {energy, peak * peaked_factor > energy * energy};
 }
 
-DAF_NEVER_INLINE float energy_after_prescaling(Batch& batch, RotatedState& state, size_t i,
-                                               size_t valid, uint16_t* header) {
+DAF_NEVER_INLINE Spread spread_after_prescaling(Batch& batch, RotatedState& state, size_t i,
+                                                size_t valid, uint16_t* header) {
   if (valid < block_elements) batch.pad(i, valid, 0.0f);
   state.prescale[i] = prescale_for(greatest_magnitude_of(batch.rows[i]));
   batch.scale(i, state.prescale[i].factor);
   find_mean(batch, state, i, valid, header);
-  return energy_around(batch.rows[i], state.mean[i]);
+  return spread_around(batch.rows[i], state.mean[i]);
 }
 
 // Stage 2.
 DAF_INLINE float find_norm(Batch& batch, RotatedState& state, size_t i, size_t valid,
                            uint16_t* header) {
-  float energy = energy_around(batch.rows[i], state.mean[i]);
-  if (!(energy >= least_ordinary_energy && energy <= greatest_ordinary_energy))
-    energy = energy_after_prescaling(batch, state, i, valid, header);
-  return std::sqrt(energy);
+  Spread spread = spread_around(batch.rows[i], state.mean[i]);
+  if (!(spread.energy >= least_ordinary_energy && spread.energy <= greatest_ordinary_energy))
+    spread = spread_after_prescaling(batch, state, i, valid, header);
+  state.peaked[i] = spread.peaked;
+  return std::sqrt(spread.energy);
 }
 
 // Stage 3.
@@ -155,13 +182,14 @@ DAF_INLINE V::I quantize(const V::Shorts& shorts, const RotatedTables<bits>& tab
   return products_with_levels(shorts, tables.levels, cells, V::set_integer(0));
 }
 
-// Stage 5: writes the header's scale; a block of equal values has none, a non-finite one no codes.
-// False for the latter.
+// Stage 5: writes the header's scale, its sign set where there were two rounds; a block of equal
+// values has none, a non-finite one no codes. False for the latter.
 DAF_INLINE bool finish_block(const Job& job, const RotatedState& state, size_t i, size_t index) {
   uint16_t* header = job.headers + 2 * index;
   const float norm = state.norm[i], product = float(state.product[i]);
   const float scale = norm * (integer_length * scale_unit) / product * state.prescale[i].inverse;
-  header[1] = norm == 0.0f ? 0 : bfloat16_nearest(scale);
+  const uint16_t sign = state.peaked[i] ? bfloat16_sign : 0;
+  header[1] = norm == 0.0f ? 0 : uint16_t(bfloat16_nearest(scale) | sign);
   // The greatest magnitude may miss a NaN; the norm does not.
   const bool finite = state.prescale[i].finite && norm == norm && is_finite_bfloat16(header[0]) &&
                       is_finite_bfloat16(header[1]);
@@ -175,7 +203,7 @@ template <int bits>
 bool encode_rotated_range(const Job& job, size_t first, size_t last) {
   const RotatedTables<bits> tables(job.thresholds, job.levels);
   Reader reader(job);
-  Signs signs(job.key, job.rounds);
+  Rotations rotations(job.key);
   Batch batch;
   RotatedState state;
   bool finite = true;
@@ -195,7 +223,7 @@ bool encode_rotated_range(const Job& job, size_t first, size_t last) {
       V::Shorts shorts;
       round_centred(shorts, batch.rows[i], V::set(state.mean[i]),
                     V::set(integer_length / state.norm[i]));
-      rotate(shorts, signs.of_block(start + i), job.rounds);
+      rotations.apply(shorts, start + i, state.peaked[i]);
       state.rotated[i] = shorts;
     }
     for (size_t i = 0; i < size; ++i) {
@@ -232,7 +260,7 @@ template <int kept_bits>
 bool decode_rotated_range(const Job& job, size_t first, size_t last) {
   const auto levels = V::load_table(job.levels);
   Writer writer(job);
-  Signs signs(job.key, job.rounds);
+  Rotations rotations(job.key);
   V::Shorts shorts[batch_blocks];
   for (size_t start = first; start < last; start += batch_blocks) {
     const size_t size = last - start < batch_blocks ? last - start : batch_blocks;
@@ -241,7 +269,8 @@ bool decode_rotated_range(const Job& job, size_t first, size_t last) {
       plane_rows(rows, job, start + i);
       V::Shorts here;
       read_levels<kept_bits>(here, rows, levels);
-      rotate_back(here, signs.of_block(start + i), job.rounds);
+      const uint16_t scale = job.headers[2 * (start + i) + 1];
+      rotations.apply_back(here, start + i, (scale & bfloat16_sign) != 0);
       shorts[i] = here;
     }
     for (size_t i = 0; i < size; ++i) {
@@ -249,7 +278,7 @@ bool decode_rotated_range(const Job& job, size_t first, size_t last) {
       Block block;
       if (is_finite_bfloat16(header[0]) && is_finite_bfloat16(header[1])) {
         scale_shorts(block, shorts[i], V::set(widen_bfloat16(header[0])),
-                     V::set(widen_bfloat16(header[1]) * job.level_factor));
+                     V::set(std::fabs(widen_bfloat16(header[1])) * job.level_factor));
       } else {
         fill_with_nan(block);
       }

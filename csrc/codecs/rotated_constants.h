@@ -14,5 +14,8 @@ constexpr float least_ordinary_energy = 0x1p-60f, greatest_ordinary_energy = 0x1
 // Coefficients are compared with thresholds after multiplication by this and a shift of 16 bits.
 constexpr int16_t coefficient_multiplier = 1704;
 constexpr int between_rounds_shift = 4;
+// A block has two rounds where this times its fourth powers' sum passes its energy's square.
+constexpr float peaked_factor = 16.0f;
+constexpr uint16_t bfloat16_sign = 0x8000;
 
 }  // namespace daf

@@ -89,17 +89,17 @@ def _read(planes: DevicePlanes) -> tuple[Words, PageFields]:
 
 
 def encode_rotated(
-    source: Tensor, planes: DevicePlanes, rounds: int, key: int, affine: None = None
+    source: Tensor, planes: DevicePlanes, key: int, affine: None = None
 ) -> None:
     """``gpu.encode_rotated`` of float32."""
     assert affine is None
     words, fields = _scratch(planes)
-    native_calls.encode_rotated(source.data_ptr(), FLOAT32, fields, rounds, key, 1)
+    native_calls.encode_rotated(source.data_ptr(), FLOAT32, fields, key, 1)
     _written(planes, words)
 
 
 def decode_rotated(
-    planes: DevicePlanes, rounds: int, key: int, destination: Tensor, *more: Any
+    planes: DevicePlanes, key: int, destination: Tensor, *more: Any
 ) -> None:
     """``gpu.decode_rotated``: runs that lost their last plane come from those before."""
     assert not any(more)
@@ -112,7 +112,7 @@ def decode_rotated(
         if first < last:
             left = fields._replace(kept=kept)
             place = destination.data_ptr() + 4 * first * BLOCK_ELEMENTS
-            native_calls.decode_rotated(left, rounds, key, place, FLOAT32, 1, blocks=(first, last))
+            native_calls.decode_rotated(left, key, place, FLOAT32, 1, blocks=(first, last))
     del words
 
 
@@ -155,7 +155,7 @@ class PagedBackend:
         assert not any(encoding[1:])
         treatment, source = code.treatment, encoding.source
         if treatment.method is Method.ROTATED:
-            encode_rotated(source, code.planes, treatment.rounds, code.key)
+            encode_rotated(source, code.planes, code.key)
         else:
             encode_minmax(source, code.planes, code.key)
         return True
@@ -163,7 +163,7 @@ class PagedBackend:
     def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
         out, *more = decoding
         if code.treatment.method is Method.ROTATED:
-            decode_rotated(code.planes, code.treatment.rounds, code.key, out, *more)
+            decode_rotated(code.planes, code.key, out, *more)
         else:
             decode_minmax(code.planes, out, *more)
 

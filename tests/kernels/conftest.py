@@ -62,6 +62,12 @@ class Cases:
         values = np.where(words % 11 == 0, np.uint32(0), pattern).astype(np.uint32)
         return values.view(np.float32)
 
+    def peaked(self, count: int, seed: int = 1) -> np.ndarray:
+        """``smooth`` with a thirtieth of its elements larger, by more from block to block."""
+        growth = np.exp2((np.arange(count) // 256 % 12).astype(np.float32))
+        chosen = self.words(count, seed + 1) % 30 == 0
+        return np.where(chosen, self.smooth(count, seed) * growth, self.smooth(count, seed))
+
     def broken(self, count: int, seed: int = 1) -> np.ndarray:
         """``smooth`` with an inf, a -inf and a NaN far apart."""
         values = self.smooth(count, seed)

@@ -48,13 +48,13 @@ class Coded:
 
 def oracle_code(codec: str, source: np.ndarray, affine=None) -> reference.Code:
     if codec == "rotated":
-        return reference.encode_rotated(source, BITS[codec], 2, KEY, affine)
+        return reference.encode_rotated(source, BITS[codec], KEY, affine)
     return reference.encode_minmax(source, BITS[codec], KEY, affine)
 
 
 def oracle_values(codec: str, code: reference.Code, target, affine=None) -> np.ndarray:
     if codec == "rotated":
-        return reference.decode_rotated(code, target, BITS[codec], 2, KEY, affine)
+        return reference.decode_rotated(code, target, BITS[codec], KEY, affine)
     return reference.decode_minmax(code, target, BITS[codec], affine)
 
 

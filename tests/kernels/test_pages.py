@@ -107,17 +107,17 @@ def native_affine(affine: reference.Affine | None) -> ChannelAffine | None:
 def test_rotated_pages_hold_the_oracle_s_bytes(cases, page_bytes, element_type) -> None:
     for count in COUNTS:
         source = cases.as_type(cases.broken(count, count), element_type)
-        bits, rounds = 1 + count % 4, 1 + count % 2
+        bits = 1 + count % 4
         tensor = room(page_bytes, count, bits)
         fields = tensor.view.fields
-        native_calls.encode_rotated(address(source), element_type, fields, rounds, KEY, 1)
-        expected = reference.encode_rotated(source, bits, rounds, KEY)
+        native_calls.encode_rotated(address(source), element_type, fields, KEY, 1)
+        expected = reference.encode_rotated(source, bits, KEY)
         same_bytes(gathered(tensor.view), expected.planes)
         same_bytes(gathered_headers(tensor.view), expected.headers)
         back = guarded(count, source.dtype)
-        native_calls.decode_rotated(fields, rounds, KEY, address(back), element_type, 1)
+        native_calls.decode_rotated(fields, KEY, address(back), element_type, 1)
         target = reference.Target(count, element_type)
-        decoded = reference.decode_rotated(expected, target, bits, rounds, KEY)
+        decoded = reference.decode_rotated(expected, target, bits, KEY)
         same_bytes(opened(back, source.dtype), decoded)
 
 
@@ -208,33 +208,33 @@ def test_integers_that_do_not_fit_are_refused() -> None:
 
 def test_nothing_happens_to_an_empty_tensor() -> None:
     fields = (tensor := room(512, 0, 2)).view.fields
-    native_calls.encode_rotated(0, F32, fields, 1, KEY, 1)
-    native_calls.decode_rotated(fields, 1, KEY, 0, F32, 2)
+    native_calls.encode_rotated(0, F32, fields, KEY, 1)
+    native_calls.decode_rotated(fields, KEY, 0, F32, 2)
     assert tensor.nbytes == 0
 
 
 # --- with planes gone -------------------------------------------------------------------------
 
 
-def coded(source: np.ndarray, bits: int, rounds: int, page_bytes: int, evicted: float):
+def coded(source: np.ndarray, bits: int, page_bytes: int, evicted: float):
     """A sealed tensor in a pool of its own that lost a share of what it may lose, and its code."""
     store = pool(page_bytes)
     tensor = store.allocate_planes(len(source), bits, minimum_bits=1)
-    native_calls.encode_rotated(address(source), F32, tensor.view.fields, rounds, KEY, 1)
+    native_calls.encode_rotated(address(source), F32, tensor.view.fields, KEY, 1)
     tensor.seal()
     spare = store.statistics().evictable_pages
     assert store.evict(int(evicted * spare) * page_bytes).pages == int(evicted * spare)
-    return tensor, reference.encode_rotated(source, bits, rounds, KEY)
+    return tensor, reference.encode_rotated(source, bits, KEY)
 
 
 def decoded_by_oracle(
-    code: reference.Code, view: PlaneView, target: reference.Target, rounds: int, affine=None
+    code: reference.Code, view: PlaneView, target: reference.Target, affine=None
 ) -> np.ndarray:
     """Every run from as many planes as it has left."""
     bits = view.fields.bits
     by_width = {
         kept: reference.decode_rotated(
-            reference.Code(code.planes[:kept], code.headers), target, bits, rounds, KEY, affine
+            reference.Code(code.planes[:kept], code.headers), target, bits, KEY, affine
         )
         for kept in {Pages(view).kept_bits(run) for run in range(Pages(view).runs)}
     }
@@ -250,13 +250,13 @@ def decoded_by_oracle(
 def test_runs_of_any_width_decode_as_the_oracle_does(cases, page_bytes, bits) -> None:
     widths = set()
     for step, evicted in enumerate((0.0, 0.13, 0.5, 0.77, 1.0)):
-        rounds, count = 1 + step % 2, 150_000 + 7777 * step
+        count = 150_000 + 7777 * step
         source = cases.broken(count, step)
-        tensor, code = coded(source, bits, rounds, page_bytes, evicted)
+        tensor, code = coded(source, bits, page_bytes, evicted)
         back = guarded(count, np.float32)
         with tensor.pinned() as view:
-            native_calls.decode_rotated(view.fields, rounds, KEY, address(back), F32, 1)
-            expected = decoded_by_oracle(code, view, reference.Target(count), rounds)
+            native_calls.decode_rotated(view.fields, KEY, address(back), F32, 1)
+            expected = decoded_by_oracle(code, view, reference.Target(count))
             widths |= {Pages(view).kept_bits(run) for run in range(Pages(view).runs)}
         same_bytes(opened(back, np.float32), expected)
     assert widths == set(range(1, bits + 1))
@@ -267,12 +267,12 @@ def test_what_begins_with_fewer_planes_is_coded_in_those(cases, element_type) ->
     """As if all planes had been written and the last ones given up since."""
     count, widths = 150_001, set()
     source = cases.as_type(cases.broken(count), element_type)
-    code = reference.encode_rotated(source, 4, 2, KEY)
+    code = reference.encode_rotated(source, 4, KEY)
     for share in (0.4, 0.55, 0.7, 0.97):
         cap = 20_000 + int(share * code.planes.nbytes)
         store = PagedStore(cap, page_bytes=512, poison=True)
         tensor = store.allocate_planes(count, 4, minimum_bits=1)
-        native_calls.encode_rotated(address(source), element_type, tensor.view.fields, 2, KEY, 2)
+        native_calls.encode_rotated(address(source), element_type, tensor.view.fields, KEY, 2)
         same_bytes(gathered_headers(tensor.view), code.headers)
         for run, first, blocks in runs_of(tensor.view):
             widths.add(Pages(tensor.view).kept_bits(run))
@@ -280,7 +280,7 @@ def test_what_begins_with_fewer_planes_is_coded_in_those(cases, element_type) ->
                 expected = code.planes[plane, 8 * first : 8 * (first + blocks)]
                 same_bytes(words_at(place, 8 * blocks), expected)
         back = guarded(count, np.float32)
-        native_calls.decode_rotated(tensor.view.fields, 2, KEY, address(back), F32, 2)
+        native_calls.decode_rotated(tensor.view.fields, KEY, address(back), F32, 2)
         target = reference.Target(count)
         same_bytes(opened(back, np.float32), decoded_by_oracle(code, tensor.view, target, 2))
     assert widths == {1, 2, 3, 4}
@@ -301,7 +301,7 @@ def test_options_compose_over_runs_of_different_width(cases, element_type, mask_
     back = guarded(count, onto.dtype, onto)
     with tensor.pinned() as view:
         native_calls.decode_rotated(
-            *(view.fields, 1, KEY, address(back), element_type, 1),
+            *(view.fields, KEY, address(back), element_type, 1),
             native_affine(affine),
             mask.view.fields,
             accumulate=True,
@@ -335,13 +335,13 @@ def test_bytes_do_not_depend_on_threads(cases, threads) -> None:
     for used in (1, threads):
         store = pool(512)
         tensor = store.allocate_planes(count, 3, minimum_bits=1)
-        native_calls.encode_rotated(address(source), F32, tensor.view.fields, 1, KEY, used)
+        native_calls.encode_rotated(address(source), F32, tensor.view.fields, KEY, used)
         planes, headers = gathered(tensor.view), gathered_headers(tensor.view)
         tensor.seal()
         store.evict(2000 * 300)
         back = guarded(count, np.float32)
         with tensor.pinned() as view:
-            native_calls.decode_rotated(view.fields, 1, KEY, address(back), F32, used)
+            native_calls.decode_rotated(view.fields, KEY, address(back), F32, used)
         found.append(planes.tobytes() + headers.tobytes() + opened(back, np.float32).tobytes())
     assert found[0] == found[1]
 

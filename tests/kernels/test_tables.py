@@ -23,6 +23,7 @@ def test_native_constants_are_those_of_the_tables() -> None:
         code_tables.SCALE_UNIT,
         code_tables.COEFFICIENT_MULTIPLIER,
         code_tables.BETWEEN_ROUNDS_SHIFT,
+        code_tables.PEAKED_FACTOR,
     )
 
 

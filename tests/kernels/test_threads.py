@@ -22,9 +22,9 @@ KEY = 99
 
 def encoded(source: np.ndarray, threads: int, key: int = KEY) -> bytes:
     room, kind = FlatCode(len(source), 2), ElementType.FLOAT32
-    native_calls.encode_rotated(source.ctypes.data, kind, room.fields, 1, key, threads)
+    native_calls.encode_rotated(source.ctypes.data, kind, room.fields, key, threads)
     back = np.zeros_like(source)
-    native_calls.decode_rotated(room.fields, 1, key, back.ctypes.data, kind, threads)
+    native_calls.decode_rotated(room.fields, key, back.ctypes.data, kind, threads)
     return room.code.planes.tobytes() + room.code.headers.tobytes() + back.tobytes()
 
 

@@ -31,7 +31,7 @@ from daf.pool.host_planes import encode_on_host
 
 TWO_BITS = Treatment(Method.ROTATED, 2)
 TREATMENTS = (
-    *(Treatment(Method.ROTATED, bits, rounds) for bits in ROTATED_BITS for rounds in (1, 2)),
+    *(Treatment(Method.ROTATED, bits) for bits in ROTATED_BITS),
     *(Treatment(Method.MINMAX, bits) for bits in MINMAX_BITS),
 )
 ROUTES = st.sampled_from(Route)

@@ -58,7 +58,7 @@ def read_code(tensor: PlaneTensor, key: int) -> tuple[NDArray[np.float32], NDArr
     out = np.zeros(COUNT, np.float32)
     for kept in np.unique(widths):
         code = Code(planes[:kept], headers)
-        decoded = decode_rotated(code, Target(COUNT), BITS, 1, key)
+        decoded = decode_rotated(code, Target(COUNT), BITS, key)
         out[widths == kept] = decoded[widths == kept]
     return out, widths
 
@@ -72,7 +72,7 @@ def relative_error(values: NDArray[np.float32], estimate: NDArray[np.float64]) -
 def test_error_is_that_of_the_planes_left(evicted_pages: int) -> None:
     values = np.random.default_rng(0).standard_normal(COUNT).astype(np.float32)
     store = PagedStore(page_bytes=PAGE, poison=True)
-    tensor = write_code(store, encode_rotated(values, BITS, 1, 7))
+    tensor = write_code(store, encode_rotated(values, BITS, 7))
     assert store.evict(evicted_pages * PAGE).pages == evicted_pages
     decoded, widths = read_code(tensor, 7)
     found, counts = np.unique(widths, return_counts=True)
@@ -89,7 +89,7 @@ def test_runs_of_different_width_stay_unbiased() -> None:
     store, seeds = PagedStore(page_bytes=PAGE), 8
     total = np.zeros(COUNT)
     for key in range(seeds):
-        tensor = write_code(store, encode_rotated(values, BITS, 1, key))
+        tensor = write_code(store, encode_rotated(values, BITS, key))
         store.evict((22 + 22 + 11) * PAGE)  # half of the runs keep one plane, half two
         decoded, widths = read_code(tensor, key)
         assert set(widths) == {1, 2}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 BLOCK_ELEMENTS = 256
 HEADER_BYTES_PER_BLOCK = 4
 WORD_BYTES = 4  # of planes, and a block's header

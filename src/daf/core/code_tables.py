@@ -57,6 +57,7 @@ def _edges(levels: list[float]) -> list[float]:
 INTEGER_LENGTH = 2000
 SCALE_UNIT = 2048
 BETWEEN_ROUNDS_SHIFT = 4
+PEAKED_FACTOR = 16  # 256 over the least kurtosis of a block that has two rounds
 COEFFICIENT_MULTIPLIER = 1704
 _COEFFICIENT_UNIT = INTEGER_LENGTH * COEFFICIENT_MULTIPLIER / 2**16  # to a standard deviation
 _GREATEST_LEVELS = range(64, 128)

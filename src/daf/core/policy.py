@@ -59,11 +59,10 @@ class Reading(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """What the plan does at a site: a method, its bits, and rotation rounds."""
+    """What the plan does at a site: a method and its bits."""
 
     method: Method
     bits: int = 0
-    rounds: int = 1
     by_channel: bool = False  # a range per channel, not per tensor (*ranged*)
     on_host: bool = False  # a GPU tensor's code waits in host memory
     whole: bool = False  # no plane may be evicted

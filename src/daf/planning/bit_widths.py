@@ -31,7 +31,7 @@ def wider_level(level: str) -> str | None:
 
 def _wider(treatment: Treatment) -> Treatment:
     if treatment.method is Method.ROTATED and treatment.bits >= _MOST_ROTATED:
-        return replace(treatment, method=Method.MINMAX, bits=max(WIDTHS), rounds=1)
+        return replace(treatment, method=Method.MINMAX, bits=max(WIDTHS))
     if treatment.method in (Method.ROTATED, Method.DERIVATIVE):
         return replace(treatment, bits=min(_MOST_ROTATED, treatment.bits + 1))
     if treatment.method is Method.MINMAX:

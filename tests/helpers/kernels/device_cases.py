@@ -70,8 +70,8 @@ def allocate_flat(count: int, bits: int, *, headers: bool) -> DevicePlanes:
     return flat_planes(planes, pairs if headers else None, count, bits)
 
 
-def rotated_code(planes: DevicePlanes, rounds: int, key: int) -> CodedValues:
-    treatment = Treatment(Method.ROTATED, planes.bits, rounds)
+def rotated_code(planes: DevicePlanes, key: int) -> CodedValues:
+    treatment = Treatment(Method.ROTATED, planes.bits)
     return CodedValues(planes, treatment, key, planes.elements)
 
 
@@ -79,12 +79,12 @@ def minmax_code(planes: DevicePlanes, key: int = 0) -> CodedValues:
     return CodedValues(planes, Treatment(Method.MINMAX, planes.bits), key, planes.elements)
 
 
-def encode_rotated(source, planes, rounds, key, affine=None) -> None:
-    codecs.encode_values(rotated_code(planes, rounds, key), source, affine)
+def encode_rotated(source, planes, key, affine=None) -> None:
+    codecs.encode_values(rotated_code(planes, key), source, affine)
 
 
-def decode_rotated(planes, rounds, key, out, *options, **more) -> None:
-    codecs.decode_values(rotated_code(planes, rounds, key), Decoding(out, *options, **more))
+def decode_rotated(planes, key, out, *options, **more) -> None:
+    codecs.decode_values(rotated_code(planes, key), Decoding(out, *options, **more))
 
 
 def encode_minmax(source, planes, key, affine=None) -> None:

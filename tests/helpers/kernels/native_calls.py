@@ -21,15 +21,14 @@ def _decode(codec, fields, destination, element_type, threads, **options: Any) -
 
 
 def encode_rotated(
-    source, element_type, fields, rounds, key, threads, affine=None, emission=None, rows=None
+    source, element_type, fields, key, threads, affine=None, emission=None, rows=None
 ) -> bool:
-    options = {"rounds": rounds, "key": key, "affine": affine, "emission": emission, "rows": rows}
+    options = {"key": key, "affine": affine, "emission": emission, "rows": rows}
     return _encode(Codec.ROTATED, source, element_type, fields, threads, **options)
 
 
 def decode_rotated(
     fields: PageFields,
-    rounds: int,
     key: int,
     destination: int,
     element_type: ElementType,
@@ -40,7 +39,7 @@ def decode_rotated(
     blocks: tuple[int, int] | None = None,
 ) -> None:
     options = {"after": affine, "mask": mask, "accumulate": accumulate, "blocks": blocks}
-    options |= {"rounds": rounds, "key": key}
+    options |= {"key": key}
     _decode(Codec.ROTATED, fields, destination, element_type, threads, **options)
 
 
@@ -121,8 +120,8 @@ def backward_kept(source, count, affine, gradient, threads) -> None:
     codecs.copy(Job(threads, count, source=source, affine=affine, **_gradient(gradient)))
 
 
-def backward_rotated(fields, rounds, key, gradient, threads) -> None:
-    code = {"pages": fields, "rounds": rounds, "key": key}
+def backward_rotated(fields, key, gradient, threads) -> None:
+    code = {"pages": fields, "key": key}
     codecs.decode(Codec.ROTATED, Job(threads, fields.elements, **code, **_gradient(gradient)))
 
 

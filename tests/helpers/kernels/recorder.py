@@ -26,7 +26,7 @@ OPERATIONS = (
 )
 CODECS = ("rotated", "minmax", "kept")
 PARAMETERS = (
-    *("operation", "type", "bits", "rounds", "item_bytes", "predicate", "accumulate", "done"),
+    *("operation", "type", "bits", "item_bytes", "predicate", "accumulate", "done"),
     *("low", "high", "count", "key", "base", "channels", "inner"),
     *("second_channels", "second_inner", "codec", "centred", "epsilon"),
 )
@@ -53,27 +53,27 @@ class Recorder:
 
     # --- rotated and minmax -----------------------------------------------------------------
 
-    def encode_rotated(self, source, bits, rounds, key, affine=None):
-        code = reference.encode_rotated(source, bits, rounds, key, affine)
+    def encode_rotated(self, source, bits, key, affine=None):
+        code = reference.encode_rotated(source, bits, key, affine)
         self._write(
             "encode_rotated",
             _encoded(source, code, affine)
             | {"thresholds": code_tables.rotated_thresholds(bits)}
             | {"table": code_tables.rotated_levels(bits, bits)},
-            **_shape(source, affine, bits=bits, rounds=rounds, key=key),
+            **_shape(source, affine, bits=bits, key=key),
         )
         return code
 
-    def decode_rotated(self, code, target, bits, rounds, key, affine=None):
+    def decode_rotated(self, code, target, bits, key, affine=None):
         result, kept = (
-            reference.decode_rotated(code, target, bits, rounds, key, affine),
+            reference.decode_rotated(code, target, bits, key, affine),
             len(code[0]),
         )
         self._write(
             "decode_rotated",
             _decoded(code, target, affine, result)
             | {"table": code_tables.rotated_levels(bits, kept)},
-            **_shape(result, affine, bits=kept, rounds=rounds, key=key),
+            **_shape(result, affine, bits=kept, key=key),
             low=code_tables.rotated_level_factor(bits, kept),
         )
         return result
@@ -157,7 +157,7 @@ class Recorder:
         self._write(
             "emit",
             _coded(norm.x, codec, bits, norm.key, norm.before) | content | _second(norm.result),
-            **_shape(norm.x, norm.before, bits=bits, rounds=1, key=norm.key),
+            **_shape(norm.x, norm.before, bits=bits, key=norm.key),
             **_second_shape(norm.result, codec),
         )
 
@@ -183,7 +183,7 @@ class Recorder:
         content = _coded(norm.x, codec, bits, norm.key, affine) | _second(norm.result)
         del content["scale"], content["shift"]
         content |= {"result": emitted.result, "sums": affine.scale, "products": affine.shift}
-        given = _shape(norm.x, bits=bits, rounds=1, key=norm.key, inner=norm.length)
+        given = _shape(norm.x, bits=bits, key=norm.key, inner=norm.length)
         given |= _second_shape(norm.result, codec)
         self._write("emit_rows", content, **given, **norm.moments)
 
@@ -209,7 +209,7 @@ class Recorder:
             f"case {self.case_count}, {operation}, {given['bits']} bits, {given['count']} elements"
         )
         self._write_bytes(name.encode())
-        self._file.write(struct.pack("<8I2f5Q2Q2Id", *values))
+        self._file.write(struct.pack("<6IQ2f5Q2Q2Id", *values))
         for slot in (*SLOTS, "before"):
             array = content.get(slot)
             self._write_bytes(b"" if array is None else array.tobytes())
@@ -276,7 +276,7 @@ def _coded(x, codec: str, bits: int, key: int, affine: reference.Affine) -> Cont
         return {"input": x} | _affine_rows(affine)
     if codec == "minmax":
         return _encoded(x, reference.encode_minmax(x, bits, key, affine), affine)
-    written = _encoded(x, reference.encode_rotated(x, bits, 1, key, affine), affine)
+    written = _encoded(x, reference.encode_rotated(x, bits, key, affine), affine)
     thresholds, levels = (
         code_tables.rotated_thresholds(bits),
         code_tables.rotated_levels(bits, bits),
@@ -287,7 +287,7 @@ def _coded(x, codec: str, bits: int, key: int, affine: reference.Affine) -> Cont
 def _values(norm: Norm, codec: str, bits: int) -> tuple[np.ndarray, Content, Any]:
     """Where backward's values come from: they, what is read for them, and its parameters."""
     target = reference.Target(len(norm.x))
-    given = _shape(norm.x, bits=bits, rounds=1, key=norm.key)
+    given = _shape(norm.x, bits=bits, key=norm.key)
     if codec == "kept":
         content = {"input": norm.x} | _affine_rows(norm.before)
         shape = {"channels": len(norm.before.scale), "inner": norm.before.inner}

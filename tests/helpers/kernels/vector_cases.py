@@ -38,8 +38,8 @@ def record_all(oracle, cases) -> None:
 def code_and_decode(oracle, source, element_type, bits) -> None:
     """Both codecs; ``bits`` from 1 to 8."""
     target, narrow_bits = reference.Target(len(source), element_type), 1 + bits % 4
-    code = oracle.encode_rotated(source, narrow_bits, 1 + bits % 2, KEY)
-    oracle.decode_rotated(code, target, narrow_bits, 1 + bits % 2, KEY)
+    code = oracle.encode_rotated(source, narrow_bits, KEY)
+    oracle.decode_rotated(code, target, narrow_bits, KEY)
     oracle.decode_minmax(oracle.encode_minmax(source, bits, KEY), target, bits)
     oracle.decode_steps(oracle.encode_steps(source, bits, KEY), target)
 
@@ -63,7 +63,7 @@ def options(oracle, cases) -> None:
 
 def options_of(oracle, source, element_type, affine) -> None:
     words = oracle.encode_mask(source, Predicate.ABOVE, 0.1, 0.0)
-    rotated = oracle.encode_rotated(source, 3, 1, KEY, affine)
+    rotated = oracle.encode_rotated(source, 3, KEY, affine)
     minmax = oracle.encode_minmax(source, 4, KEY, affine)
     steps = oracle.encode_steps(source, 3, KEY, affine)
     oracle.decode_steps(steps, reference.Target(len(source), element_type), affine)
@@ -71,7 +71,7 @@ def options_of(oracle, source, element_type, affine) -> None:
         for mask in (None, words):
             for after in (None, affine):
                 target = reference.Target(len(source), element_type, onto, mask)
-                oracle.decode_rotated(rotated, target, 3, 1, KEY, after)
+                oracle.decode_rotated(rotated, target, 3, KEY, after)
                 oracle.decode_minmax(minmax, target, 4, after)
 
 
@@ -106,7 +106,7 @@ def ties(oracle, cases) -> None:
     assert (source**2).sum(dtype=np.float64) == 2000**2
     for bits in range(1, 5):
         for key in range(8):
-            oracle.encode_rotated(source, bits, 1, key)
+            oracle.encode_rotated(source, bits, key)
 
 
 def foreign(oracle, cases) -> None:
@@ -120,7 +120,7 @@ def foreign(oracle, cases) -> None:
         target = reference.Target(count, ElementType(bits % 3))
         oracle.decode_minmax(reference.Code(planes, headers), target, bits)
         kept = reference.Code(planes[: 1 + bits % 4], headers)
-        oracle.decode_rotated(kept, target, 4, 1 + bits % 2, KEY)
+        oracle.decode_rotated(kept, target, 4, KEY)
 
 
 def masks(oracle, cases) -> None:
@@ -208,7 +208,7 @@ def rows_of(cases, kind: str, row_count: int, length: int, *, centred: bool) -> 
 def large(oracle, cases) -> None:
     """Every operation on several threads, refusals by one of them included."""
     source, target = cases.smooth(LARGE_COUNT, 4), reference.Target(LARGE_COUNT)
-    oracle.decode_rotated(oracle.encode_rotated(source, 2, 2, KEY), target, 2, 2, KEY)
+    oracle.decode_rotated(oracle.encode_rotated(source, 2, KEY), target, 2, KEY)
     oracle.decode_minmax(oracle.encode_minmax(source, 5, KEY), target, 5)
     words = oracle.encode_mask(source, Predicate.ABOVE, 0.0, 0.0)
     oracle.decode_mask(words, LARGE_COUNT, -1.0, 2.0, ElementType.BFLOAT16)

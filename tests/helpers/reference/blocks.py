@@ -79,10 +79,10 @@ def chunks(source: Elements, affine: Affine | None) -> Iterator[Chunk]:
         yield Chunk(start // BLOCK_ELEMENTS, blocks, valid)
 
 
-def tree_sum(values: Floats) -> Floats:
-    """Sum (n, 256) to (n, 1): strides 128, 64, … 1."""
-    width = BLOCK_ELEMENTS
-    while width > 1:
+def tree_sum(values: Floats, down_to: int = 1) -> Floats:
+    """Sum (n, powers of two) to (n, ``down_to``) by halving strides."""
+    width = values.shape[1]
+    while width > down_to:
         width //= 2
         values = values[:, :width] + values[:, width : 2 * width]
     return values

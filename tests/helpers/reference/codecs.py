@@ -17,6 +17,7 @@ from daf.core.code_tables import (
     BETWEEN_ROUNDS_SHIFT,
     COEFFICIENT_MULTIPLIER,
     INTEGER_LENGTH,
+    PEAKED_FACTOR,
     SCALE_UNIT,
     rotated_level_factor,
     rotated_levels,
@@ -55,6 +56,7 @@ from reference.elements import (
 from reference.philox import dither, sign_bits
 
 _ORDINARY_ENERGY = (np.float32(2.0**-60), np.float32(2.0**60))
+_SIGN = np.uint16(0x8000)
 _ORDINARY_MAGNITUDE = (np.float32(2.0**-30), np.float32(2.0**30))
 
 Integers = NDArray[np.int64]
@@ -72,13 +74,11 @@ def hadamard(values: Integers) -> Integers:
 
 
 def encode_rotated(
-    source: Elements, bits: int, rounds: int, key: int, affine: Affine | None = None
+    source: Elements, bits: int, key: int, affine: Affine | None = None
 ) -> Code:
     """Encode by section 4 of the format."""
-    require(bits in (1, 2, 3, 4) and rounds in (1, 2), f"{bits} bits, {rounds} rounds")
-    return join(
-        [_encode_rotated(chunk, bits, rounds, key) for chunk in chunks(source, affine)], bits
-    )
+    require(bits in (1, 2, 3, 4), f"{bits} bits")
+    return join([_encode_rotated(chunk, bits, key) for chunk in chunks(source, affine)], bits)
 
 
 class _Centred(NamedTuple):
@@ -87,20 +87,22 @@ class _Centred(NamedTuple):
     values: Floats
     mean: Headers
     energy: Floats
+    peaked: NDArray[np.bool_]  # few elements hold the energy
     unscale: Floats
 
 
 @np.errstate(all="ignore")
-def _encode_rotated(chunk: Chunk, bits: int, rounds: int, key: int) -> Code:
+def _encode_rotated(chunk: Chunk, bits: int, key: int) -> Code:
     centred, finite = _centre(chunk)
     norm: Floats = np.sqrt(centred.energy)
     factor: Floats = np.float32(INTEGER_LENGTH) / norm
     rounded = _to_integers(np.rint(centred.values * factor))
-    rotated = _rotate(rounded, rounds, key, chunk.blocks)
+    rotated = _rotate(rounded, centred.peaked, key, chunk.blocks)
     cells = _find_cells(rotated, bits)
     product = (rotated * rotated_levels(bits, bits)[cells]).sum(axis=1, keepdims=True)
     gain: Floats = norm * np.float32(INTEGER_LENGTH * SCALE_UNIT) / product.astype(np.float32)
     scale = bfloat16_nearest(gain * centred.unscale)
+    scale = np.where(centred.peaked, scale | _SIGN, scale)
     flat = norm == 0
     return finish(
         np.where(flat, np.uint64(0), (cells >> (4 - bits)).astype(np.uint64)),
@@ -129,7 +131,11 @@ def _centre_scaled(chunk: Chunk, prescale: Floats, unscale: Floats) -> _Centred:
     mean = bfloat16_nearest(average * unscale)
     centred = scaled - widen_bfloat16(mean) * prescale
     centred = np.where(chunk.valid, centred, np.float32(0))
-    return _Centred(centred, mean, tree_sum(centred * centred), unscale)
+    squares = centred * centred
+    fours = tree_sum(squares, down_to=64)
+    energy = tree_sum(fours)
+    peaked = tree_sum(fours * fours) * np.float32(PEAKED_FACTOR) > energy * energy
+    return _Centred(centred, mean, energy, peaked, unscale)
 
 
 def _to_integers(values: Floats) -> Integers:
@@ -146,18 +152,25 @@ def _find_cells(rotated: Integers, bits: int) -> Integers:
     return cells
 
 
-def _rotate(values: Integers, rounds: int, key: int, blocks: NDArray[np.uint64]) -> Integers:
-    values = hadamard(_flip(values, sign_bits(key, blocks, 0)))
-    if rounds == 2:
-        values = hadamard(_flip(_between_rounds(values), sign_bits(key, blocks, 1)))
-    return values
+def _rotate(
+    values: Integers, peaked: NDArray[np.bool_], key: int, blocks: NDArray[np.uint64]
+) -> Integers:
+    return _transform(_flip(values, sign_bits(key, blocks, 0)), peaked, key, blocks)
 
 
-def _rotate_back(values: Integers, rounds: int, key: int, blocks: NDArray[np.uint64]) -> Integers:
-    values = hadamard(values)
-    if rounds == 2:
-        values = hadamard(_flip(_between_rounds(values), sign_bits(key, blocks, 1)))
-    return _flip(values, sign_bits(key, blocks, 0))
+def _rotate_back(
+    values: Integers, peaked: NDArray[np.bool_], key: int, blocks: NDArray[np.uint64]
+) -> Integers:
+    return _flip(_transform(values, peaked, key, blocks), sign_bits(key, blocks, 0))
+
+
+def _transform(
+    values: Integers, peaked: NDArray[np.bool_], key: int, blocks: NDArray[np.uint64]
+) -> Integers:
+    """Transform every block, those that are peaked (n, 1) a second time."""
+    once = hadamard(values)
+    again = hadamard(_flip(_between_rounds(once), sign_bits(key, blocks, 1)))
+    return np.where(peaked, again, once)
 
 
 def _between_rounds(values: Integers) -> Integers:
@@ -171,19 +184,20 @@ def _flip(values: Integers, signs: NDArray[np.bool_]) -> Integers:
 
 @np.errstate(all="ignore")
 def decode_rotated(
-    code: Code, target: Target, bits: int, rounds: int, key: int, affine: Affine | None = None
+    code: Code, target: Target, bits: int, key: int, affine: Affine | None = None
 ) -> Elements:
     """Decode by section 4 of the format; ``code.planes`` holds the first k of ``bits`` planes."""
     kept_bits = len(code.planes)
-    require(1 <= kept_bits <= bits <= 4 and rounds in (1, 2), f"{kept_bits} of {bits} bits")
+    require(1 <= kept_bits <= bits <= 4, f"{kept_bits} of {bits} bits")
     levels = rotated_levels(bits, kept_bits).astype(np.int64)
     factor = np.float32(rotated_level_factor(bits, kept_bits))
     pieces = []
     for first, planes, headers in block_runs(code):
-        mean, scale = widen_bfloat16(headers[:, :1]), widen_bfloat16(headers[:, 1:])
+        mean, scale = widen_bfloat16(headers[:, :1]), np.abs(widen_bfloat16(headers[:, 1:]))
         blocks = first + np.arange(len(headers), dtype=np.uint64)
         cells = from_planes(planes) << np.uint64(4 - kept_bits)
-        rotated = _rotate_back(levels[cells], rounds, key, blocks).astype(np.float32)
+        peaked = headers[:, 1:] >= _SIGN
+        rotated = _rotate_back(levels[cells], peaked, key, blocks).astype(np.float32)
         values = mean + (scale * factor) * rotated
         pieces.append(spoil(values, headers))
     return store(stack(pieces), target, affine)

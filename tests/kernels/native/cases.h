@@ -35,8 +35,8 @@ enum class Codec : uint32_t { rotated, minmax, kept };
 
 // As they lie in the file: little-endian, without gaps.
 struct Parameters {
-  uint32_t operation, type, bits, rounds, item_bytes, predicate, accumulate;
-  uint32_t done;    // what the kernel must return; else its bytes count only with headers
+  uint32_t operation, type, bits, item_bytes, predicate, accumulate;
+  uint64_t done;    // what the kernel must return; else its bytes count only with headers
   float low, high;  // decode_rotated: the levels' factor in `low`
   uint64_t count, key, base, channels, inner;
   // Of normalisations: those of the second and third affine, whether rows are centred, and what is

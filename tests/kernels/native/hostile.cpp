@@ -132,7 +132,6 @@ void HostileCases::choose_parameters(Parameters& chosen) {
   const auto operation = Operation(chosen.operation);
   chosen.type = uint32_t(below(3));
   chosen.bits = uint32_t(below(2) ? most_bits(operation) : 1 + below(most_bits(operation)));
-  chosen.rounds = uint32_t(1 + below(2));
   chosen.item_bytes = 1u << below(4);
   chosen.predicate = uint32_t(below(2));
   chosen.accumulate = has_headers(operation) && is_decoder(operation) && below(2);

@@ -13,7 +13,6 @@ PlacedJob::PlacedJob(const Call& call, Slot planes, Slot headers) : call_(call) 
   job.bits = int(given.bits);
   job.planes = starts_;
   job.headers = call.at<uint16_t>(headers);
-  job.rounds = int(given.rounds);
   job.key = given.key;
   job.thresholds = call.at<int8_t>(thresholds);
   job.levels = call.at<int8_t>(table);

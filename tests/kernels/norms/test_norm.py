@@ -160,7 +160,7 @@ def code_of(case: Case, codec: str) -> reference.Code | None:
     if codec == "none":
         return None
     if codec == "rotated":
-        return reference.encode_rotated(case.x, 2, 1, KEY, case.forward)
+        return reference.encode_rotated(case.x, 2, KEY, case.forward)
     return reference.encode_minmax(case.x, 2, KEY, case.forward)
 
 
@@ -169,7 +169,7 @@ def run_forward(case: Case, room: Room, codec: str, emission: Emission) -> None:
     if codec == "none":
         native_calls.emit(source, case.count, before, emission, 1)
     elif codec == "rotated":
-        native_calls.encode_rotated(source, F32, fields, 1, KEY, 1, before, emission=emission)
+        native_calls.encode_rotated(source, F32, fields, KEY, 1, before, emission=emission)
     else:
         native_calls.encode_minmax(source, F32, fields, KEY, 1, before, emission=emission)
     room.seal()
@@ -312,14 +312,14 @@ def held(case: Case, room: Room, codec: str, threads: int = 1) -> Held:
         )
     fields = room.code.view.fields
     if codec == "rotated":
-        native_calls.encode_rotated(source, F32, fields, 1, KEY, 1, before)
-        code = reference.encode_rotated(case.x, fields.bits, 1, KEY, case.forward)
-        values = reference.decode_rotated(code, reference.Target(case.count), fields.bits, 1, KEY)
+        native_calls.encode_rotated(source, F32, fields, KEY, 1, before)
+        code = reference.encode_rotated(case.x, fields.bits, KEY, case.forward)
+        values = reference.decode_rotated(code, reference.Target(case.count), fields.bits, KEY)
         room.code.seal()
 
         def run(gradient: NormGradient) -> None:
             with room.code.pinned() as view:
-                native_calls.backward_rotated(view.fields, 1, KEY, gradient, threads)
+                native_calls.backward_rotated(view.fields, KEY, gradient, threads)
     else:
         native_calls.encode_minmax(source, F32, fields, KEY, 1, before)
         code = reference.encode_minmax(case.x, fields.bits, KEY, case.forward)
@@ -380,17 +380,17 @@ def test_threads_change_nothing(cases, instruction_set) -> None:
         room = Room(cases, case)
         fields, emission = room.code.view.fields, room.emission(addend=True, rectify=True)
         before, source = native(case.forward), case.x.ctypes.data
-        native_calls.encode_rotated(source, F32, fields, 1, KEY, threads, before, emission=emission)
+        native_calls.encode_rotated(source, F32, fields, KEY, threads, before, emission=emission)
         room.seal()
         expected = oracle_of(case, addend=True, rectify=True)
         same_bytes(room.out.opened(), expected.result)
-        code = reference.encode_rotated(case.x, 2, 1, KEY, case.forward)
-        values = reference.decode_rotated(code, reference.Target(case.count), 2, 1, KEY)
+        code = reference.encode_rotated(case.x, 2, KEY, case.forward)
+        values = reference.decode_rotated(code, reference.Target(case.count), 2, KEY)
         sums = Sums(cases, case, threads)
         with room.code.pinned() as view, room.mask.pinned() as mask:
             at = room.gradient.address
             gradient = NormGradient(at, at, sums=sums.where, mask=mask.fields)
-            native_calls.backward_rotated(view.fields, 1, KEY, gradient, threads)
+            native_calls.backward_rotated(view.fields, KEY, gradient, threads)
         sums.same_as(
             reference_norm.gradient_sums(values, case.gradient, expected.mask, case.channels, 1)
         )
@@ -402,16 +402,16 @@ def test_planes_given_up_are_not_read(cases, instruction_set) -> None:
     case = make_case(cases, 40 * 4096, 64, 1)
     room = Room(cases, case)
     source, before = case.x.ctypes.data, native(case.forward)
-    native_calls.encode_rotated(source, F32, room.code.view.fields, 1, KEY, 1, before)
+    native_calls.encode_rotated(source, F32, room.code.view.fields, KEY, 1, before)
     room.seal()
     room.store.evict(5 * 512)
     decoded = np.empty(case.count, np.float32)
     sums = Sums(cases, case)
     with room.code.pinned() as view:
         assert 0 < view.fields.full_runs < view.fields.runs
-        native_calls.decode_rotated(view.fields, 1, KEY, decoded.ctypes.data, F32, 1)
+        native_calls.decode_rotated(view.fields, KEY, decoded.ctypes.data, F32, 1)
         native_calls.backward_rotated(
-            view.fields, 1, KEY, NormGradient(room.gradient.address, sums=sums.where), 1
+            view.fields, KEY, NormGradient(room.gradient.address, sums=sums.where), 1
         )
     sums.same_as(reference_norm.gradient_sums(decoded, case.gradient, None, case.channels, 1))
 
@@ -427,8 +427,8 @@ def test_planes_given_up_are_not_read(cases, instruction_set) -> None:
 def test_any_shape(cases, count, channels, inner, addend, store) -> None:
     case = make_case(cases, count, channels, inner)
     expected = oracle_of(case, addend=addend, rectify=True)
-    code = reference.encode_rotated(case.x, 2, 1, KEY, case.forward)
-    values = reference.decode_rotated(code, reference.Target(count), 2, 1, KEY)
+    code = reference.encode_rotated(case.x, 2, KEY, case.forward)
+    values = reference.decode_rotated(code, reference.Target(count), 2, KEY)
     sums_expected = reference_norm.gradient_sums(
         values, case.gradient, expected.mask, channels, inner
     )
@@ -437,7 +437,7 @@ def test_any_shape(cases, count, channels, inner, addend, store) -> None:
             room = Room(cases, case, store=store)
             fields, emission = room.code.view.fields, room.emission(addend=addend, rectify=True)
             before, source = native(case.forward), case.x.ctypes.data
-            native_calls.encode_rotated(source, F32, fields, 1, KEY, 1, before, emission=emission)
+            native_calls.encode_rotated(source, F32, fields, KEY, 1, before, emission=emission)
             room.seal()
             same_bytes(room.out.opened(), expected.result)
             same_bytes(mask_words(room.mask, count), expected.mask)
@@ -445,7 +445,7 @@ def test_any_shape(cases, count, channels, inner, addend, store) -> None:
             with room.code.pinned() as view, room.mask.pinned() as mask:
                 at = room.gradient.address
                 gradient = NormGradient(at, sums=sums.where, mask=mask.fields)
-                native_calls.backward_rotated(view.fields, 1, KEY, gradient, 1)
+                native_calls.backward_rotated(view.fields, KEY, gradient, 1)
             sums.same_as(sums_expected)
 
 

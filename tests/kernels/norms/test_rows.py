@@ -87,7 +87,7 @@ class Forward:
         if codec == "kept":
             native_calls.emit(source, case.count, self.affine, emission, threads, moments)
         elif codec == "rotated":
-            native_calls.encode_rotated(source, F32, fields, 1, KEY, *options, emission, moments)
+            native_calls.encode_rotated(source, F32, fields, KEY, *options, emission, moments)
         else:
             native_calls.encode_minmax(source, F32, fields, KEY, *options, emission, moments)
         self.planes.seal()
@@ -99,8 +99,8 @@ def decoded(case: Case, codec: str, bits: int = 2) -> np.ndarray:
     if codec == "kept":
         return case.values
     if codec == "rotated":
-        code = reference.encode_rotated(case.x, bits, 1, KEY, case.affine)
-        return reference.decode_rotated(code, target, bits, 1, KEY)
+        code = reference.encode_rotated(case.x, bits, KEY, case.affine)
+        return reference.decode_rotated(code, target, bits, KEY)
     return reference.decode_minmax(
         reference.encode_minmax(case.x, bits, KEY, case.affine), target, bits
     )
@@ -129,7 +129,7 @@ def run_backward(cases, case: Case, done: Forward, codec: str, *, threads: int =
         if codec == "kept":
             native_calls.backward_kept(done.x.address, case.count, done.affine, asked, threads)
         elif codec == "rotated":
-            native_calls.backward_rotated(view.fields, 1, KEY, asked, threads)
+            native_calls.backward_rotated(view.fields, KEY, asked, threads)
         else:
             native_calls.backward_minmax(view.fields, asked, threads)
     workspace.opened()
@@ -218,7 +218,7 @@ def test_planes_given_up_are_not_read(cases, instruction_set) -> None:
     values = np.empty(case.count, np.float32)
     with done.planes.pinned() as view:
         assert 0 < view.fields.full_runs < view.fields.runs
-        native_calls.decode_rotated(view.fields, 1, KEY, values.ctypes.data, F32, 1)
+        native_calls.decode_rotated(view.fields, KEY, values.ctypes.data, F32, 1)
     x, _, gamma = run_backward(cases, case, done, "rotated", target="over", gamma=True)
     expected = expect_backward(case, values, gamma=True)
     same_bytes(x, expected.x)

@@ -66,7 +66,7 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
         found.append((f"{kernel.__name__}-{label}", kernel, constants))
 
     for kind, bits in ((0, 4), (1, 2), (2, 1)):
-        rotated = {"TYPE": kind, "BITS": bits, "KEPT": bits, "ROUNDS": 2}
+        rotated = {"TYPE": kind, "BITS": bits, "KEPT": bits}
         for which in (0, 1, 2):
             turns = {"TURNS": 8, "BLOCKS": 2} if which else {"TURNS": 1, "BLOCKS": 4}
             add(triton_rotated.encode_rotated, **rotated, WHICH=which, **turns)
@@ -83,14 +83,13 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
     add(triton_bits.encode_derivative, TYPE=1, BITS=3, **CODED)
     add(triton_bits.decode_derivative, TYPE=2, BITS=3, **CODED)
     flat = {"affine": None, "planes": FLAT, "BLOCKS": 4}
-    whole = {"ROUNDS": 1, "WHICH": 0, "TURNS": 1}
+    whole = {"WHICH": 0, "TURNS": 1}
     add(triton_rotated.encode_rotated, TYPE=0, BITS=2, KEPT=2, **whole, **flat)
     add(
         triton_rotated.decode_rotated,
         TYPE=0,
         BITS=2,
         KEPT=1,
-        ROUNDS=1,
         mask=ABSENT,
         ACCUMULATE=False,
         **flat,

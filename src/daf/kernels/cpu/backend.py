@@ -179,7 +179,7 @@ def _writing(decoding: Decoding, elements: int, **options: Any) -> Job:
 
 
 def _coded(code: CodedValues) -> dict[str, Any]:
-    return {"pages": code.planes.fields, "rounds": code.treatment.rounds, "key": code.key}
+    return {"pages": code.planes.fields, "key": code.key}
 
 
 def _of_elements(items: Tensor, pages: PageFields, code: ElementCode) -> Job:

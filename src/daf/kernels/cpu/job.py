@@ -47,7 +47,6 @@ class Job(NamedTuple):
     blocks: tuple[int, int] | None = None
     pages: PageFields | None = None
     mask: PageFields | None = None
-    rounds: int = 1
     key: int = 0
     thresholds: int = 0
     levels: int = 0
@@ -91,7 +90,6 @@ def _check_numbers(job: Job) -> None:
         raise KernelError(
             f"asked for element type {job.element_type!r}; float32, bfloat16 and float16 exist"
         )
-    check_member("rounds", job.rounds, (1, 2))
     check_key(job.key)
     if job.blocks is not None:
         first, last = job.blocks

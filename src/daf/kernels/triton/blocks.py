@@ -159,9 +159,9 @@ def add_halves(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def tree_sum(values, BLOCKS: tl.constexpr):
-    """Sum (BLOCKS, 256) to (BLOCKS,): strides 128, 64, … 1."""
-    for level in tl.static_range(8):
+def tree_sum(values, BLOCKS: tl.constexpr, FIRST: tl.constexpr = 0):
+    """Sum (BLOCKS, 256 >> FIRST) to (BLOCKS,): strides 128 >> FIRST, … 1."""
+    for level in tl.static_range(FIRST, 8):
         values = add_halves(values, BLOCKS, 256 >> level)
     return tl.reshape(values, (BLOCKS,))
 

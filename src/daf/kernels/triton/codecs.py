@@ -84,9 +84,7 @@ def decode_values(code: CodedValues, decoding: Decoding) -> None:
 
 
 def _runs(code: CodedValues) -> dict[str, Any]:
-    check_member("rounds", code.treatment.rounds, (1, 2))
-    planes = code.planes
-    return {"full_runs": planes.full_runs, "KEPT": planes.kept, "ROUNDS": code.treatment.rounds}
+    return {"full_runs": code.planes.full_runs, "KEPT": code.planes.kept}
 
 
 def encode_elements(source: Tensor, planes: DevicePlanes, code: ElementCode) -> bool | Tensor:

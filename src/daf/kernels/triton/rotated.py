@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from daf.kernels.triton.blocks import (
+    add_halves,
     bit_words,
     hadamard,
     hadamard_matrix,
@@ -29,6 +30,7 @@ from daf.kernels.triton.philox import flip_signs, sign_words, spread_signs
 
 _LEAST_ENERGY = tl.constexpr(2.0**-60)
 _GREATEST_ENERGY = tl.constexpr(2.0**60)
+_PEAKED_FACTOR = tl.constexpr(16.0)
 _LENGTH = tl.constexpr(2000.0)
 _LENGTH_TIMES_UNIT = tl.constexpr(2000.0 * 2048.0)
 _TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it drops the fraction
@@ -40,14 +42,23 @@ _UNUSUAL = tl.constexpr(-1)
 
 
 @triton.jit
+def _spread(centred, BLOCKS: tl.constexpr):
+    """Return the energies of blocks around their mean, and which are peaked, (BLOCKS,) each."""
+    fours = add_halves(add_halves(centred * centred, BLOCKS, 256), BLOCKS, 128)
+    energy = tree_sum(fours, BLOCKS, FIRST=2)
+    return energy, tree_sum(fours * fours, BLOCKS, FIRST=2) * _PEAKED_FACTOR > energy * energy
+
+
+@triton.jit
 def _centre(values, valid, real_count, prescale, unscale, BLOCKS: tl.constexpr):
-    """Return blocks around their rounded mean; the mean's bf16 pattern; the energy."""
+    """Return blocks around their rounded mean; the mean's bf16 pattern; energy; who is peaked."""
     scaled = values * prescale[:, None]
     average = tl.math.div_rn(tree_sum(scaled, BLOCKS), real_count)
     mean = nearest_bfloat16(average * unscale)
     origin = widen_bfloat16(mean) * prescale
     centred = tl.where(valid, scaled - origin[:, None], 0.0)
-    return centred, mean, tree_sum(centred * centred, BLOCKS)
+    energy, peaked = _spread(centred, BLOCKS)
+    return centred, mean, energy, peaked
 
 
 @triton.jit
@@ -62,27 +73,29 @@ def _centre_any(values, valid, real_count, BLOCKS: tl.constexpr):
     Also return the prescale's inverse, whether all are finite, and that these blocks are coded.
     """
     one = real_count * 0.0 + 1.0
-    _, _, energy = _centre(values, valid, real_count, one, one, BLOCKS)
+    _, _, energy, _ = _centre(values, valid, real_count, one, one, BLOCKS)
     ordinary = _is_ordinary(energy)
     prescale, unscale, finite = prescale_of(values, BLOCKS)
     prescale, unscale = tl.where(ordinary, one, prescale), tl.where(ordinary, one, unscale)
     known = tl.where(finite[:, None], values, 0.0)
-    centred, mean, energy = _centre(known, valid, real_count, prescale, unscale, BLOCKS)
-    return centred, mean, energy, unscale, finite, one > 0.0
+    centred, mean, energy, peaked = _centre(
+        known, valid, real_count, prescale, unscale, BLOCKS
+    )
+    return centred, mean, energy, peaked, unscale, finite, one > 0.0
 
 
 @triton.jit
 def _centre_usual(values, real_count, BLOCKS: tl.constexpr):
-    """Do the same for whole blocks of an ordinary energy; lastly, which are such.
+    """Do the same for whole blocks of an ordinary energy that are not peaked; lastly, which are.
 
     Their elements are finite: the energy would not be.
     """
     mean = nearest_bfloat16(tree_sum(values, BLOCKS) * _PART)
     centred = values - widen_bfloat16(mean)[:, None]
-    energy = tree_sum(centred * centred, BLOCKS)
+    energy, peaked = _spread(centred, BLOCKS)
     one = real_count * 0.0 + 1.0
-    usual = _is_ordinary(energy) & (real_count == 256.0)
-    return centred, mean, energy, one, one > 0.0, usual
+    usual = _is_ordinary(energy) & (real_count == 256.0) & (peaked == 0)
+    return centred, mean, energy, one < 0.0, one, one > 0.0, usual
 
 
 @triton.jit
@@ -98,19 +111,6 @@ def _between_rounds(values, signs):
 
 
 @triton.jit
-def _words_of(key_low, key_high, blocks, ROUNDS: tl.constexpr, COUNT: tl.constexpr):
-    """Return (COUNT, 8) signs of both rounds, the first's twice if there is one.
-
-    Those of many blocks at once keep every lane busy.
-    """
-    words = sign_words(key_low, key_high, blocks, 0, COUNT)
-    others = words
-    if ROUNDS == 2:
-        others = sign_words(key_low, key_high, blocks, 1, COUNT)
-    return words, others
-
-
-@triton.jit
 def _words_of_turn(words, turn, TURNS: tl.constexpr, BLOCKS: tl.constexpr):
     """Return (BLOCKS, 8) of (TURNS * BLOCKS, 8)."""
     if TURNS > 1:
@@ -120,23 +120,14 @@ def _words_of_turn(words, turn, TURNS: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _rotate(values, matrix, words, ROUNDS: tl.constexpr, BLOCKS: tl.constexpr):
-    values = flip_signs(values, spread_signs(words[0], BLOCKS))
-    values = hadamard(values, matrix, BLOCKS, NARROW=False)
-    if ROUNDS == 2:
-        values = _between_rounds(values, spread_signs(words[1], BLOCKS))
-        values = hadamard(values, matrix, BLOCKS, NARROW=False)
+def _transform_again(values, matrix, blocks, peaked, key_low, key_high, BLOCKS: tl.constexpr):
+    """Return blocks after their second round, where they are peaked."""
+    if tl.max(peaked.to(tl.int32), axis=0) != 0:
+        words = sign_words(key_low, key_high, blocks, 1, BLOCKS)
+        again = _between_rounds(values, spread_signs(words, BLOCKS))
+        again = hadamard(again, matrix, BLOCKS, NARROW=False)
+        values = tl.where(peaked[:, None], again, values)
     return values
-
-
-@triton.jit
-def _rotate_back(values, matrix, words, ROUNDS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Levels are at most 127, so that sums of sixteen are narrow."""
-    values = hadamard(values, matrix, BLOCKS, NARROW=True)
-    if ROUNDS == 2:
-        values = _between_rounds(values, spread_signs(words[1], BLOCKS))
-        values = hadamard(values, matrix, BLOCKS, NARROW=False)
-    return flip_signs(values, spread_signs(words[0], BLOCKS))
 
 
 @triton.jit
@@ -200,24 +191,30 @@ def _encode(
     table,
     matrix,
     words,
+    key_low,
+    key_high,
     full_runs,
     BITS: tl.constexpr,
     KEPT: tl.constexpr,
-    ROUNDS: tl.constexpr,
+    WHICH: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Write blocks, given around their mean, where ``there``; mark those that are not ``usual``."""
-    centred, mean, energy, unscale, finite, usual = centre
+    centred, mean, energy, peaked, unscale, finite, usual = centre
     norm = tl.math.sqrt_rn(energy)
     some = finite & (norm != 0.0)
     length = tl.where(some, norm, 1.0)
     factor = tl.math.div_rn(length * 0.0 + _LENGTH, length)
     integers = _to_integers(centred * factor[:, None])
-    rotated = _rotate(integers, matrix, words, ROUNDS, BLOCKS)
+    rotated = flip_signs(integers, spread_signs(words, BLOCKS))
+    rotated = hadamard(rotated, matrix, BLOCKS, NARROW=False)
+    if WHICH != USUAL_BLOCKS:
+        rotated = _transform_again(rotated, matrix, blocks, peaked, key_low, key_high, BLOCKS)
     cells, products = _find_cells(rotated, table, BITS)
     product = _sum_products(products, BLOCKS)
     gain = tl.math.div_rn(norm * _LENGTH_TIMES_UNIT, tl.where(some, product, 1).to(tl.float32))
-    step = tl.where(norm == 0.0, 0, nearest_bfloat16(gain * unscale))
+    step = nearest_bfloat16(gain * unscale) | tl.where(peaked, 0x8000, 0)
+    step = tl.where(norm == 0.0, 0, step)
     good = finite & is_finite_bfloat16(mean) & is_finite_bfloat16(step)
     pair = tl.where(usual, joined_headers(mean, step, good), _UNUSUAL)
     store_headers(planes, blocks, there, pair, BITS)
@@ -244,7 +241,6 @@ def encode_rotated(
     TYPE: tl.constexpr,
     BITS: tl.constexpr,
     KEPT: tl.constexpr,
-    ROUNDS: tl.constexpr,
     WHICH: tl.constexpr,
     TURNS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -257,7 +253,7 @@ def encode_rotated(
     """
     matrix, first = hadamard_matrix(), tl.program_id(0).to(tl.int64) * (TURNS * BLOCKS)
     every = first + tl.arange(0, TURNS * BLOCKS)
-    words = _words_of(key_low, key_high, every, ROUNDS, TURNS * BLOCKS)
+    words = sign_words(key_low, key_high, every, 0, TURNS * BLOCKS)  # of many, so no lane idles
     for turn in range(TURNS):
         blocks = first + turn * BLOCKS + tl.arange(0, BLOCKS)
         valid, there = which_exist(blocks, count)
@@ -278,14 +274,13 @@ def encode_rotated(
                 planes,
                 table,
                 matrix,
-                (
-                    _words_of_turn(words[0], turn, TURNS, BLOCKS),
-                    _words_of_turn(words[1], turn, TURNS, BLOCKS),
-                ),
+                _words_of_turn(words, turn, TURNS, BLOCKS),
+                key_low,
+                key_high,
                 full_runs,
                 BITS,
                 KEPT,
-                ROUNDS,
+                WHICH,
                 BLOCKS,
             )
 
@@ -322,7 +317,6 @@ def decode_rotated(
     TYPE: tl.constexpr,
     BITS: tl.constexpr,
     KEPT: tl.constexpr,
-    ROUNDS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -335,9 +329,13 @@ def decode_rotated(
     mean, step, good = load_headers(planes, blocks, there, BITS)
     full = blocks * 8 < full_runs * planes.page_words.to(tl.int64)
     level = _decode_level(planes, levels, blocks, there, full, KEPT, BLOCKS)
-    words = _words_of(key_low, key_high, blocks, ROUNDS, BLOCKS)
-    rotated = _rotate_back(level, hadamard_matrix(), words, ROUNDS, BLOCKS)
-    factor = step * tl.load(factors + tl.where(full, 0, 1))
+    matrix, peaked = hadamard_matrix(), step.to(tl.int32, bitcast=True) < 0
+    # Levels are at most 127, so that sums of sixteen are narrow.
+    rotated = hadamard(level, matrix, BLOCKS, NARROW=True)
+    rotated = _transform_again(rotated, matrix, blocks, peaked, key_low, key_high, BLOCKS)
+    words = sign_words(key_low, key_high, blocks, 0, BLOCKS)
+    rotated = flip_signs(rotated, spread_signs(words, BLOCKS))
+    factor = tl.abs(step) * tl.load(factors + tl.where(full, 0, 1))
     mean = tl.where(good, mean, float("nan"))
     values = mean[:, None] + factor[:, None] * rotated
     write_values(
