@@ -83,13 +83,13 @@ struct Job {
   int bits = 0;                        // planes written or read
   uint32_t* const* planes = nullptr;   // [bits]: where the plane's part of block 0 lies
   uint16_t* headers = nullptr;         // rotated, minmax
-  uint64_t key = 0;                    // rotated, minmax, steps
+  uint64_t key = 0;                    // of signs and dither
   const int8_t* thresholds = nullptr;  // rotated, [bits][16]: of each step, by the cell so far
   const int8_t* levels = nullptr;      // rotated, [16]: by cell
   float level_factor = 0;              // rotated: of one level, in units of the header's scale
   Predicate predicate = Predicate::above;
   float low = 0, high = 0;       // mask: its bounds; decoded: what a clear and a set bit stand for
-  const float* table = nullptr;  // derivative: 2^bits - 1 ascending borders; decoded: 2^bits levels
+  const float* table = nullptr;  // derivative: 15 borders, 16 scales and shifts; decoded: levels
   int item_bytes = 0;            // integers
   uint64_t base = 0;             // integers
 

@@ -1,7 +1,7 @@
 // Masks, derivative codes, packed integers: docs/format.md, 6. Include after a vector_*.h.
 #pragma once
 
-#include "codecs/block_io.h"
+#include "codecs/minmax.h"
 
 namespace {
 
@@ -36,18 +36,6 @@ inline bool decode_mask_range(const Job& job, size_t first, size_t last) {
   return true;
 }
 
-// Borders as an implicit search tree: node 1 is the root, node n's children are 2n and 2n + 1.
-struct BorderTree {
-  int bits;
-  alignas(64) float node[256] = {};
-
-  BorderTree(const float* borders, int bits_of_code) : bits(bits_of_code) {
-    for (int level = 0, width = 1 << bits; level < bits; ++level, width /= 2)
-      for (int i = 0; i < 1 << level; ++i)
-        node[(1 << level) + i] = borders[i * width + width / 2 - 1];
-  }
-};
-
 // table[index]; tables of up to 16 entries lie in a register.
 DAF_INLINE V::F look_up(const float* table, int bits, V::I index) {
   if (bits <= 4) return V::lookup(table, index);
@@ -58,31 +46,49 @@ DAF_INLINE V::F look_up(const float* table, int bits, V::I index) {
   return V::load(found);
 }
 
-DAF_INLINE V::I count_below(V::F x, const BorderTree& tree) {
-  auto place = V::set_integer(1);
-  for (int level = 0; level < tree.bits; ++level) {
-    const auto above = V::greater(x, look_up(tree.node, tree.bits, place));
-    place = V::add_where(V::shift_left<1>(place), above, 1);
+// A derivative in steps by a line for each piece of the elements: 15 borders, 16 scales, 16 shifts.
+class Lines {
+ public:
+  explicit Lines(const float* table) {
+    // The borders as an implicit search tree: node 1 is the root, node n's children 2n and 2n + 1.
+    for (int level = 0, width = pieces; level < levels; ++level, width /= 2)
+      for (int i = 0; i < 1 << level; ++i) node_[(1 << level) + i] = table[i * width + width / 2 - 1];
+    std::memcpy(scale_, table + pieces - 1, sizeof scale_);
+    std::memcpy(shift_, table + 2 * pieces - 1, sizeof shift_);
   }
-  return V::add_integer(place, V::set_integer(0u - (1u << tree.bits)));
-}
 
-inline bool encode_derivative_range(const Job& job, size_t first, size_t last) {
-  const BorderTree tree(job.table, job.bits);
+  void apply(const float* row, float* steps) const {
+    for (int t = 0; t < block_vectors; ++t) {
+      const auto x = V::load(row + V::lanes * t);
+      auto place = V::set_integer(1);
+      for (int level = 0; level < levels; ++level) {
+        const auto above = V::greater(x, V::lookup(node_, place));
+        place = V::add_where(V::shift_left<1>(place), above, 1);
+      }
+      place = V::add_integer(place, V::set_integer(0u - pieces));
+      const auto scaled = V::multiply(x, V::lookup(scale_, place));
+      V::store(steps + V::lanes * t, V::add(scaled, V::lookup(shift_, place)));
+    }
+  }
+
+ private:
+  static constexpr int levels = 4, pieces = 1 << levels;
+  alignas(64) float node_[pieces] = {};
+  alignas(64) float scale_[pieces], shift_[pieces];
+};
+
+template <int bits>
+bool encode_derivative_range(const Job& job, size_t first, size_t last) {
+  if (first == last) return true;
+  const Lines lines(job.table);
+  const PhiloxKeys keys(job.key);
   Reader reader(job);
+  alignas(64) float room[block_elements], steps[block_elements];
   for (size_t index = first; index < last; ++index) {
-    alignas(64) float room[block_elements];
     const float* values = reader.fetch(index, room);
     if (!all_finite(values)) return false;
-    const size_t valid = reader.valid(index);
-    for (int t = 0; t < block_vectors; ++t) {
-      const auto codes = count_below(V::load(values + V::lanes * t), tree);
-      const uint16_t real = real_lanes(valid, t);
-      for (int bit = 0; bit < job.bits; ++bit) {
-        uint16_t* row = plane_block(job, job.bits - 1 - bit, index);
-        store_half(row + t, V::mask_bits(V::any_bit(codes, 1u << bit)) & real);
-      }
-    }
+    lines.apply(values, steps);
+    write_steps<bits>(job, steps, reader.valid(index), keys, index);
   }
   return true;
 }

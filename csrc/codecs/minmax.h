@@ -189,19 +189,24 @@ bool decode_minmax_range(const Job& job, size_t first, size_t last) {
 // Codes of steps, whose range is known already.
 
 template <int bits>
+DAF_NEVER_INLINE void write_steps(const Job& job, const float* row, size_t valid,
+                                  const PhiloxKeys& keys, uint64_t index) {
+  uint16_t* rows[bits];
+  plane_rows(rows, job, index);
+  if (valid == block_elements)
+    write_minmax_codes<bits, true, true>(row, valid, {}, keys, index, rows);
+  else
+    write_minmax_codes<bits, false, true>(row, valid, {}, keys, index, rows);
+}
+
+template <int bits>
 bool encode_steps_range(const Job& job, size_t first, size_t last) {
   const PhiloxKeys keys(job.key);
   Reader reader(job);
   alignas(64) float room[block_elements];
   for (size_t index = first; index < last; ++index) {
     const float* row = reader.fetch(index, room);
-    const size_t valid = reader.valid(index);
-    uint16_t* rows[bits];
-    plane_rows(rows, job, index);
-    if (valid == block_elements)
-      write_minmax_codes<bits, true, true>(row, valid, {}, keys, index, rows);
-    else
-      write_minmax_codes<bits, false, true>(row, valid, {}, keys, index, rows);
+    write_steps<bits>(job, row, reader.valid(index), keys, index);
   }
   return true;
 }

@@ -24,6 +24,7 @@ DAF_BY_WIDTH(encode_minmax, DAF_EIGHT_WIDTHS)
 DAF_BY_WIDTH(decode_minmax, DAF_EIGHT_WIDTHS)
 DAF_BY_WIDTH(encode_steps, DAF_EIGHT_WIDTHS)
 DAF_BY_WIDTH(decode_steps, DAF_EIGHT_WIDTHS)
+DAF_BY_WIDTH(encode_derivative, DAF_EIGHT_WIDTHS)
 
 // A kernel of items of any size, from one for each.
 #define DAF_BY_ITEM(kernel, item)                                       \
@@ -49,7 +50,7 @@ constexpr KernelTable make_table(const char* name) {
           decode_steps_any,
           encode_mask_range,
           decode_mask_range,
-          encode_derivative_range,
+          encode_derivative_any,
           decode_derivative_range,
           encode_integers_any,
           decode_integers_any,

@@ -88,9 +88,7 @@ def _read(planes: DevicePlanes) -> tuple[Words, PageFields]:
     return words, fields
 
 
-def encode_rotated(
-    source: Tensor, planes: DevicePlanes, key: int, affine: None = None
-) -> None:
+def encode_rotated(source: Tensor, planes: DevicePlanes, key: int, affine: None = None) -> None:
     """``gpu.encode_rotated`` of float32."""
     assert affine is None
     words, fields = _scratch(planes)
@@ -98,9 +96,7 @@ def encode_rotated(
     _written(planes, words)
 
 
-def decode_rotated(
-    planes: DevicePlanes, key: int, destination: Tensor, *more: Any
-) -> None:
+def decode_rotated(planes: DevicePlanes, key: int, destination: Tensor, *more: Any) -> None:
     """``gpu.decode_rotated``: runs that lost their last plane come from those before."""
     assert not any(more)
     words, fields = _read(planes)

@@ -33,6 +33,12 @@ class Cases:
 
     extremes = EXTREMES
 
+    def lines(self, seed: int, bits: int) -> np.ndarray:
+        """Borders, scales and shifts of lines of a derivative, over unit Gaussians and beyond."""
+        borders = np.sort(self.gaussian(15, seed))
+        numbers = self.gaussian(32, seed + 1) * np.float32(2**bits)
+        return np.concatenate([borders, numbers]).astype(np.float32)
+
     def words(self, count: int, seed: int) -> np.ndarray:
         blocks = np.arange(-(-count // 256), dtype=np.uint64)
         words = philox_words(seed, blocks, np.arange(64, dtype=np.uint64), INPUT_STREAM)

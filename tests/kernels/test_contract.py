@@ -14,35 +14,37 @@ from daf.kernels.cpu import instruction_sets as sets
 
 ROOM = np.zeros(4096, np.float32)
 AT = ROOM.ctypes.data
+LINES = np.arange(47, dtype=np.float32)
 F32 = ElementType.FLOAT32
 TWO, ONE = PageFields.flat(AT, 256, 2), PageFields.flat(AT, 256, 1)
 WIDE, THREE = PageFields.flat(AT, 256, 32), PageFields.flat(AT, 256, 3)
 GOOD = {
-    "encode_rotated": (AT, F32, TWO, 1, 0, 1),
-    "decode_rotated": (TWO, 1, 0, AT, F32, 1),
+    "encode_rotated": (AT, F32, TWO, 0, 1),
+    "decode_rotated": (TWO, 0, AT, F32, 1),
     "encode_minmax": (AT, F32, TWO, 0, 1),
     "decode_minmax": (TWO, AT, F32, 1),
     "encode_steps": (AT, F32, TWO, 0, 1),
     "decode_steps": (TWO, AT, F32, 1),
     "encode_mask": (AT, F32, ONE, Predicate.ABOVE, 0.0, 0.0, 1),
     "decode_mask": (ONE, 0.0, 1.0, AT, F32, 1),
-    "encode_derivative": (AT, F32, ONE, AT, 1),
+    "encode_derivative": (AT, F32, ONE, LINES.ctypes.data, 0, 1),
     "decode_derivative": (ONE, AT, AT, F32, 1),
     "encode_integers": (AT, 4, WIDE, 0, 1),
     "decode_integers": (THREE, 0, AT, 4, 1),
 }
 BAD = [
     *[("encode_rotated", place, value) for place, value in
-      ((0, 0), (1, 3), (3, 0), (3, 3), (4, -1), (4, 2**64), (5, 0))],
+      ((0, 0), (1, 3), (3, -1), (3, 2**64), (4, 0))],
     *[("decode_rotated", place, value) for place, value in
-      ((1, 3), (2, -1), (3, 0), (4, 9), (5, -1))],
+      ((1, -1), (2, 0), (3, 9), (4, -1))],
     *[("encode_minmax", place, value) for place, value in ((0, 0), (1, -1), (3, 2**64), (4, 0))],
     *[("decode_minmax", place, value) for place, value in ((1, 0), (2, 7), (3, 0))],
     *[("encode_steps", place, value) for place, value in ((0, 0), (1, 3), (3, -1), (4, 0))],
     *[("decode_steps", place, value) for place, value in ((1, 0), (2, 4), (3, 0))],
     *[("encode_mask", place, value) for place, value in ((0, 0), (1, 5), (3, 2), (6, 0))],
     *[("decode_mask", place, value) for place, value in ((3, 0), (4, 4), (5, 0))],
-    *[("encode_derivative", place, value) for place, value in ((0, 0), (1, 3), (3, 0), (4, 0))],
+    *[("encode_derivative", place, value) for place, value in
+      ((0, 0), (1, 3), (3, 0), (4, -1), (5, 0))],
     *[("decode_derivative", place, value) for place, value in ((1, 0), (2, 0), (3, 3), (4, 0))],
     *[("encode_integers", place, value) for place, value in ((0, 0), (1, 3), (4, 0))],
     *[("decode_integers", place, value) for place, value in ((2, 0), (3, 16), (4, 0))],
@@ -112,6 +114,6 @@ def test_a_forced_set_ends_with_its_context() -> None:
     assert sets._forced_set.get() == ""
 
 
-def test_derivative_tables_of_unknown_width_are_refused() -> None:
+def test_lines_of_too_few_places_are_refused() -> None:
     with pytest.raises(KernelError, match="asked for"):
-        code_tables.derivative_table(np.tanh, 5)
+        code_tables.derivative_lines(np.arange(15.0), np.arange(15.0))

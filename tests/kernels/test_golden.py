@@ -17,6 +17,10 @@ COUNTS = (1, 31, 255, 256, 257, 4096, 10_007)
 AFFINE = reference.Affine(
     np.array([0.5, -2.0, 1.0625], np.float32), np.array([0.0, 0.3, -7.0], np.float32), 5
 )
+# Borders, scales and shifts of lines, all exact.
+LINES = np.concatenate(
+    [np.arange(-7, 8) / 8, np.arange(16) % 5 / 16 - 0.125, np.arange(16) / 32]
+).astype(np.float32)
 
 
 def small_digests(cases, oracle=reference) -> dict[str, str]:
@@ -46,6 +50,12 @@ def operations(source, element_type, oracle=reference):
         yield f"minmax-{bits}-back", [oracle.decode_minmax(code, target, bits)]
         planes = oracle.encode_steps(source, bits, KEY)
         yield f"steps-{bits}", [planes, oracle.decode_steps(planes, target)]
+    for bits in (1, 2, 3, 8):
+        planes = oracle.encode_derivative(source, bits, KEY, LINES * np.float32(2**bits))
+        if planes is not None:
+            levels = np.arange(2**bits, dtype=np.float32) / 7
+            back = oracle.decode_derivative(planes, len(source), levels, element_type)
+            yield f"derivative-{bits}", [planes, back]
     words = oracle.encode_mask(source, Predicate.INSIDE, 0.0, 6.0)
     yield "mask", [words, oracle.encode_mask(source, Predicate.ABOVE, 0.25, 0.0)]
     after = reference.Target(len(source), element_type, accumulate_onto=source, mask=words)

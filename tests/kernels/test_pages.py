@@ -168,19 +168,20 @@ def test_mask_pages_hold_the_oracle_s_bytes(cases, page_bytes) -> None:
 
 @pytest.mark.parametrize("page_bytes", PAGE_SIZES)
 def test_derivative_pages_hold_the_oracle_s_bytes(cases, page_bytes) -> None:
-    borders, levels = np.sort(cases.gaussian(7, 1)), cases.gaussian(8, 2)
+    lines, levels = cases.lines(1, 3), cases.gaussian(8, 2)
     for count in COUNTS:
         source = cases.gaussian(count, count)
         fields = (tensor := room(page_bytes, count, 3, headers=False)).view.fields
-        assert native_calls.encode_derivative(address(source), F32, fields, address(borders), 1)
-        expected = reference.encode_derivative(source, 3, borders)
+        assert native_calls.encode_derivative(address(source), F32, fields, address(lines), KEY, 1)
+        expected = reference.encode_derivative(source, 3, KEY, lines)
         same_bytes(gathered(tensor.view), expected)
         back = guarded(count, np.float32)
         native_calls.decode_derivative(fields, address(levels), address(back), F32, 1)
         decoded = reference.decode_derivative(expected, count, levels, F32)
         same_bytes(opened(back, np.float32), decoded)
         source[-1] = np.inf
-        assert not native_calls.encode_derivative(address(source), F32, fields, address(borders), 1)
+        at = (address(source), F32, fields, address(lines))
+        assert not native_calls.encode_derivative(*at, KEY, 1)
 
 
 @pytest.mark.parametrize("page_bytes", PAGE_SIZES)
@@ -356,7 +357,7 @@ def test_only_rotated_codes_are_read_without_all_their_planes() -> None:
     tensor.seal()
     store.evict(512)
     with tensor.pinned() as view:
-        native_calls.decode_rotated(view.fields, 1, 0, address(out), F32, 1)
+        native_calls.decode_rotated(view.fields, 0, address(out), F32, 1)
         for call in (
             lambda: native_calls.decode_minmax(view.fields, address(out), F32, 1),
             lambda: native_calls.decode_derivative(
@@ -374,16 +375,15 @@ def test_calls_outside_the_contract_are_refused() -> None:
     other = (longer := room(512, 1001, 1)).view.fields
     nothing_left = PageFields(*fields[:5], full_runs=0, bits=2, kept=1)
     for call in (
-        lambda: native_calls.encode_rotated(0, F32, fields, 1, 0, 1),
-        lambda: native_calls.encode_rotated(at, F32, fields._replace(bits=5, kept=5), 1, 0, 1),
-        lambda: native_calls.encode_rotated(at, F32, fields, 3, 0, 1),
-        lambda: native_calls.encode_rotated(at, F32, fields, 1, 2**64, 1),
-        lambda: native_calls.encode_rotated(at, 7, fields, 1, 0, 1),
-        lambda: native_calls.encode_rotated(at, F32, fields._replace(table=0), 1, 0, 1),
-        lambda: native_calls.decode_rotated(fields, 1, 0, at, F32, 0),
-        lambda: native_calls.decode_rotated(nothing_left, 1, 0, at, F32, 1),
-        lambda: native_calls.decode_rotated(fields, 1, 0, at, F32, 1, mask=other),
-        lambda: native_calls.decode_rotated(fields, 1, 0, at, F32, 1, mask=fields),
+        lambda: native_calls.encode_rotated(0, F32, fields, 0, 1),
+        lambda: native_calls.encode_rotated(at, F32, fields._replace(bits=5, kept=5), 0, 1),
+        lambda: native_calls.encode_rotated(at, F32, fields, 2**64, 1),
+        lambda: native_calls.encode_rotated(at, 7, fields, 0, 1),
+        lambda: native_calls.encode_rotated(at, F32, fields._replace(table=0), 0, 1),
+        lambda: native_calls.decode_rotated(fields, 0, at, F32, 0),
+        lambda: native_calls.decode_rotated(nothing_left, 0, at, F32, 1),
+        lambda: native_calls.decode_rotated(fields, 0, at, F32, 1, mask=other),
+        lambda: native_calls.decode_rotated(fields, 0, at, F32, 1, mask=fields),
         lambda: native_calls.encode_minmax(at, F32, fields, -1, 1),
         lambda: native_calls.encode_steps(at, F32, fields, -1, 1),
         lambda: native_calls.encode_mask(at, F32, fields, Predicate.ABOVE, 0.0, 0.0, 1),

@@ -46,12 +46,12 @@ def test_concurrent_callers(source) -> None:
 
 
 def test_a_refusal_by_one_thread_is_everybody_s(source) -> None:
-    broken, borders = source.copy(), np.zeros(1, np.float32)
+    broken, lines = source.copy(), np.arange(47, dtype=np.float32)
     room = FlatCode(COUNT, 1, headers=False)
     broken[-1] = np.nan
     for data, coded in ((source, True), (broken, False)):
-        at = (data.ctypes.data, ElementType.FLOAT32, room.fields, borders.ctypes.data)
-        assert native_calls.encode_derivative(*at, 3) is coded
+        at = (data.ctypes.data, ElementType.FLOAT32, room.fields, lines.ctypes.data)
+        assert native_calls.encode_derivative(*at, 1, 3) is coded
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

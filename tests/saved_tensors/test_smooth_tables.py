@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,13 +20,13 @@ def test_no_width_is_looked_for_when_a_later_plan_asks_for_it(
     activation_codes._find_planned.cache_clear()
     activation_codes._code.cache_clear()
     looked_for: list[int] = []
-    find = activation_codes.derivative_table
+    find = activation_codes.derivative_lines
 
-    def noted(activation: Any, bits: int, low: float, high: float) -> Any:
-        looked_for.append(bits)
-        return find(activation, bits, low, high)
+    def noted(places: Any, steps: Any) -> Any:
+        looked_for.append(int(np.log2(np.round(steps.max()) + 1)))
+        return find(places, steps)
 
-    monkeypatch.setattr(activation_codes, "derivative_table", noted)
+    monkeypatch.setattr(activation_codes, "derivative_lines", noted)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
     for bits in (1, 3, 4):
         with compress(model, bits):

@@ -103,7 +103,7 @@ def _sparse_relu() -> tuple[nn.Module, Tensor]:
 
 
 def _norm(make: Callable[[], nn.Module], outlier: float = 1.0) -> tuple[nn.Module, Tensor]:
-    """A normalisation of rows between layers, two of whose channels are ``outlier`` times larger."""
+    """A normalisation of rows between layers; two channels are ``outlier`` times larger."""
     before = nn.Linear(WIDTH, WIDE)
     with torch.no_grad():
         before.weight[[3, 600]] *= outlier

@@ -77,7 +77,7 @@ def run(
         on_progress(name, place, len(job.networks))
         log.row(name, lambda: _row(job, name))  # noqa: B023
     notes = (
-        f"over {job.seeds} seeds; bias: squared, share of the gradient's square; noise: of one pass",
+        f"over {job.seeds} seeds; bias: squared, over the gradient's square; noise: of one pass",
         "coded: how many saved tensors hold a code with an error",
     )
     return BenchResult("bias", log.rows, figures_of(log.rows), notes)

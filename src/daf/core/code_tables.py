@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 
@@ -176,56 +175,68 @@ def _frozen(array: Bytes) -> Bytes:
     return array
 
 
-def derivative_table(
-    activation: Callable[[Doubles], Doubles], bits: int, low: float = -100.0, high: float = 100.0
-) -> tuple[Floats, Floats]:
-    """Return the best piecewise-constant derivative of ``activation`` on ``2**bits`` intervals.
+DERIVATIVE_PIECES = 16
 
-    Least squares, uniform weight on [low, high] (Novikov et al., "Few-bit backward", ICML 2023). An
-    interval's best level is the mean derivative ``(h(b) - h(a)) / (b - a)``, so the best borders
-    maximise the sum of ``(h(b) - h(a))**2 / (b - a)``: dynamic programming over a grid, repeated on
-    finer grids around the borders found.
 
-    ``activation``: h itself, elementwise on float64 arrays. Returns (2**bits - 1,) float32 borders,
-    ascending, and (2**bits,) float32 levels. Raises KernelError unless ``bits`` is 1 to 4 and the
-    range not empty.
+def derivative_lines(places: Doubles, values: Doubles) -> Doubles:
+    """Return the line of least squares on each of 16 pieces of a function.
+
+    ``places`` (n,) ascend, and each counts as the distance between its neighbours. The first and
+    the last line are constant, so that nothing grows beyond the places. Borders minimise the error
+    by dynamic programming, among every 64th place first, then among those around the borders found.
+
+    Returns (47,): 15 ascending borders, each a place, then the lines' scales, then their shifts.
+    Raises KernelError unless there are at least 64 places for each piece.
     """
-    if bits not in range(1, 5) or not low < high:
+    count = len(places)
+    if count < 64 * DERIVATIVE_PIECES:
         raise KernelError(
-            f"asked for a {bits}-bit derivative code on [{low}, {high}]; "
-            "tables exist for 1 to 4 bits on a range that is not empty"
+            f"asked for lines through {count} places; give {64 * DERIVATIVE_PIECES} or more"
         )
-    # Symmetric, and a thousand times denser in the middle than at the ends.
-    bent = np.sinh(7.6 * np.linspace(-1.0, 1.0, 801)) / math.sinh(7.6)
-    grid = 0.5 * (low + high) + 0.5 * (high - low) * bent
-    borders = _best_borders(activation, grid, 2**bits)
-    radius = 2 * np.diff(grid)[np.searchsorted(grid, borders)]
-    for _ in range(24):
-        around = borders[:, None] + radius[:, None] * np.linspace(-1.0, 1.0, 17)
-        grid = np.unique(np.clip(np.concatenate([[low, high], around.ravel()]), low, high))
-        borders = _best_borders(activation, grid, 2**bits)
-        radius = radius / 2
-    ends = np.concatenate([[low], borders, [high]])
-    levels = np.diff(activation(ends)) / np.diff(ends)
-    return borders.astype(np.float32), levels.astype(np.float32)
+    sums = _outward_sums(places, values)
+    chosen = np.unique(np.append(np.arange(0, count, 64), count))
+    for radius in (64, 8, 0):
+        borders = _best_borders(sums, chosen)
+        around = borders[:, None] + np.arange(-8, 9) * radius // 8
+        chosen = np.unique(np.clip(np.concatenate([[0, count], around.ravel()]), 0, count))
+    ends = np.concatenate([[0], borders, [count]])
+    scale, shift = _lines(np.diff(sums[:, ends]))
+    return np.concatenate([places[borders - 1], scale, shift])
 
 
-def _best_borders(
-    activation: Callable[[Doubles], Doubles], grid: Doubles, intervals: int
-) -> Doubles:
-    """Return the best fit's interior borders from ``grid``; holds two matrices of 5 MB at once."""
-    gain = np.subtract.outer(activation(grid), activation(grid)).T
-    total = np.subtract.outer(grid, grid).T  # the width of a piece from i to j
+def _outward_sums(x: Doubles, y: Doubles) -> Doubles:
+    """Return (6, n + 1) sums of w, wx, wy, wxx, wxy, wyy from the middle, to cancel little."""
+    weight, middle = np.gradient(x), len(x) // 2
+    terms = weight * np.stack([np.ones_like(x), x, y, x * x, x * y, y * y])
+    before = -terms[:, :middle][:, ::-1].cumsum(1)[:, ::-1]
+    return np.hstack([before, np.zeros((6, 1)), terms[:, middle:].cumsum(1)])
+
+
+def _lines(sums: Doubles) -> tuple[Doubles, Doubles]:
+    """Return scales and shifts of pieces of these (6, pieces) sums, 0 the first and last scale."""
+    weight, x, y, xx, xy, _ = sums
+    scale = (xy - x * y / weight) / (xx - x * x / weight)
+    scale[[0, -1]] = 0.0
+    return scale, (y - scale * x) / weight
+
+
+def _best_borders(sums: Doubles, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return the best interior borders among the ``chosen`` numbers of places, ends included."""
+    here = sums[:, chosen]
+    weight, x, y, xx, xy, yy = here[:, None, :] - here[:, :, None]  # of a piece from i to j
     with np.errstate(divide="ignore", invalid="ignore"):
-        np.divide(np.square(gain, out=gain), total, out=gain)
-    gain[total <= 0] = -np.inf  # gain[i, j]: one piece from i to j
-    best, choices = gain[0], []
-    for _ in range(intervals - 1):
-        np.add(best[:, None], gain, out=total)
-        choices.append(total.argmax(axis=0))
-        best = total.max(axis=0)
-    place, places = len(grid) - 1, []
+        flat = yy - y * y / weight
+        line = flat - (xy - x * y / weight) ** 2 / (xx - x * x / weight)
+    impossible = ~np.isfinite(line) | (weight <= 0)
+    flat[impossible], line[impossible] = np.inf, np.inf
+    best, choices = flat[0], []
+    for _ in range(DERIVATIVE_PIECES - 2):
+        total = best[:, None] + line
+        choices.append(total.argmin(axis=0))
+        best = total.min(axis=0)
+    place = int((best + flat[:, -1]).argmin())
+    places = [place]
     for choice in reversed(choices):
         place = int(choice[place])
         places.append(place)
-    return grid[places[::-1]]
+    return chosen[places[::-1]]

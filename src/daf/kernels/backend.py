@@ -53,7 +53,7 @@ class Backend(Protocol):
         """Write the values from the planes that are left."""
 
     def encode_elements(self, source: Tensor, planes: Any, code: ElementCode) -> bool | Tensor:
-        """Write rounded numbers of steps, a predicate's bits, borders below, or ``value - base``.
+        """Write rounded numbers of steps (a derivative's), a predicate's bits, or ``value - base``.
 
         Returns True, or () nonzero int32 on the device, if the planes are worthless: an element of
         a derivative code is not finite. Integers lie in ``base … base + 2**bits - 1``.

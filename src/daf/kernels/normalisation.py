@@ -106,11 +106,11 @@ class ElementCode(NamedTuple):
 
     codec: Codec
     channels: Channels | None = None  # steps: makes steps of values; read: values of them
-    key: int = 0  # steps: the seed
+    key: int = 0  # steps, derivative: the seed
     predicate: Predicate = Predicate.ABOVE  # mask
     low: float = 0.0  # mask: the predicate's bounds; read: what a clear bit stands for
     high: float = math.nan  # mask: likewise, and a set one
-    table: Tensor | None = None  # derivative: 2**bits - 1 ascending borders; read: 2**bits levels
+    table: Tensor | None = None  # derivative: ``derivative_lines``; read: 2**bits levels
     base: int = 0  # integers: taken off before, added behind
 
 

@@ -1,12 +1,14 @@
 """Derivative codes for smooth activations, in terms of the tensor that PyTorch saves.
 
+Levels cover the whole range of h' in equal steps, and h' is rounded to one of its two neighbours at
+random, so that a code adds noise and no bias but that of the lines by which h' is computed.
 PyTorch's own backward reads the saved tensor and computes h'. A saved value at which h' *is* the
-interval's level, the mean of h' there, represents it: it exists where h' is continuous
-(mean value theorem).
+level represents it: it exists where h' is continuous.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,16 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
-from daf.core.code_tables import derivative_table
+from daf.core.code_tables import derivative_lines
 from daf.memory.glibc import return_free_memory
 from daf.torch_compat.autograd_graph import saved_value, without_torch_function
 
 PLANNED_BITS = (2, 3, 4)  # of ``plan.coded_policy``
 _Function = Callable[[Tensor], Tensor]
-_RANGE = 100.0  # weighted range of inputs, as in the tables' source
+# Inputs that lines are fitted to, a thousand times denser in the middle than at the ends.
+_RANGE, _BEND, _PLACES = 100.0, 7.6, 25_600
 _PARAMETERS = {
     "GeluBackward0": ("approximate",),
     "SoftplusBackward0": ("beta", "threshold"),
@@ -34,9 +36,9 @@ _SAVES_RESULT = frozenset({"SigmoidBackward0", "TanhBackward0"})
 
 
 class SmoothCode(NamedTuple):
-    """Borders between intervals of the saved tensor, and a saved value for each interval."""
+    """How a saved value becomes a number of steps of h', and a saved value for each number."""
 
-    borders: Tensor  # (2**bits - 1,) float32, ascending
+    lines: Tensor  # (47,) float32: ``code_tables.derivative_lines``
     representatives: Tensor  # (2**bits,) float32
 
 
@@ -83,35 +85,35 @@ def _code(name: str, parameters: tuple[Any, ...], bits: int) -> SmoothCode | Non
     def function(x: Tensor) -> Tensor:
         return _ACTIVATIONS[name](x, *parameters)
 
-    def activation(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        values: NDArray[np.float64] = function(torch.from_numpy(np.ascontiguousarray(x))).numpy()
-        return values
-
-    found = derivative_table(activation, bits, -_RANGE, _RANGE)
-    borders, levels = (torch.from_numpy(part.astype(np.float64)) for part in found)
-    ends = torch.cat([torch.tensor([-_RANGE]), borders, torch.tensor([_RANGE])])
-    inputs = _where_derivative_is(function, levels, ends)
+    bent = np.sinh(_BEND * np.linspace(-1.0, 1.0, _PLACES)) / math.sinh(_BEND)
+    grid = torch.from_numpy(_RANGE * bent)
+    slopes = _derivative(function, grid)
+    saved = function(grid) if name in _SAVES_RESULT else grid
+    low, step = slopes.min(), (slopes.max() - slopes.min()) / (2**bits - 1)
+    apart = saved.float().diff(prepend=torch.tensor([-math.inf])) > 0
+    steps = ((slopes - low) / step)[apart]
+    lines = derivative_lines(saved.float()[apart].double().numpy(), steps.numpy())
+    levels = low + step * torch.arange(2**bits)
+    inputs = _where_derivative_is(function, levels, grid, slopes)
     if inputs is None:
         return None
     if name in _SAVES_RESULT:
-        borders, inputs = function(borders), function(inputs)
-    return SmoothCode(borders.float(), inputs.float())
+        inputs = function(inputs)
+    return SmoothCode(torch.from_numpy(lines).float(), inputs.float())
 
 
-def _where_derivative_is(function: _Function, levels: Tensor, ends: Tensor) -> Tensor | None:
-    """Return for each interval an input whose derivative is the level; None if one lacks it."""
+def _where_derivative_is(
+    function: _Function, levels: Tensor, grid: Tensor, slopes: Tensor
+) -> Tensor | None:
+    """Return for each level an input whose derivative it is; None if one has none."""
     found = []
-    for level, low, high in zip(levels, ends[:-1], ends[1:], strict=True):
-        grid = torch.linspace(float(low), float(high), 200_001, dtype=torch.float64)
-        gap = _derivative(function, grid) - level
+    for level in levels:
+        gap = slopes - level
         best = int(gap.abs().argmin())
         left, right = max(best - 1, 0), min(best + 1, len(grid) - 1)
+        root = grid[best]
         if gap[left] * gap[right] < 0:
             root = _bisect(function, level, grid[left], grid[right])
-        elif abs(gap[best]) < 1e-6:
-            root = grid[best]
-        else:
-            return None
         if abs(_derivative(function, root) - level) > 1e-4:
             return None  # the derivative jumps over the level
         found.append(root)

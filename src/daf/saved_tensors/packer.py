@@ -254,8 +254,8 @@ class Packer:
         if table is None:
             return None
         dense = _dense(job.tensor)
-        intervals = ElementCode(Codec.DERIVATIVE, table=table.borders)
-        code = self._elements(job, dense, job.treatment.bits, intervals)
+        slopes = ElementCode(Codec.DERIVATIVE, key=job.key, table=table.lines)
+        code = self._elements(job, dense, job.treatment.bits, slopes)
         if code is None:
             return None
         return Decoded(Stored(self._ledger, code), layout_of(dense), table=table.representatives)

@@ -25,15 +25,7 @@ from torch import Tensor, nn
 
 from daf.capture.capture import Capture
 from daf.core.code_errors import relative_error
-from daf.core.policy import (
-    Method,
-    Need,
-    Policy,
-    Site,
-    Treatment,
-    exact_policy,
-    with_chunked_operators,
-)
+from daf.core.policy import Method, Need, Policy, Site, exact_policy, with_chunked_operators
 from daf.core.reports import SiteReport
 from daf.sensitivity.gradient_passes import BUCKETS, Passes, sample_variance
 from daf.sensitivity.prior import PriorObserver, product_weight
@@ -43,8 +35,8 @@ from daf.step.batch_cut import BatchCut
 from daf.step.microbatch import LossFunction, likely_cut, split_refusal
 from daf.step.state_snapshot import preserved_state
 
-_SEEDED = frozenset({Method.ROTATED, Method.MINMAX})
-_MEASURABLE = _SEEDED | {Method.DERIVATIVE}
+_SEEDED = frozenset({Method.ROTATED, Method.MINMAX, Method.DERIVATIVE})
+_CHANGE = 2.0  # of a gradient when a site is redrawn, squared, over its code's variance
 _PRODUCT_OPERATORS = frozenset(
     {
         "linear",
@@ -56,7 +48,6 @@ _LEAK = 1e-4  # share of the change outside the sites' own weights that is round
 # Standard error of a prior, relative to its value: a product's formula is whole, a
 # normalisation's leaves out what passes on, and elsewhere there is only a typical value.
 _PRODUCT_DEVIATION, _OTHER_DEVIATION = 0.5, 10.0
-_WIDEST_DERIVATIVE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +127,7 @@ class _Measurement:
         around = observer.watching
         self._base = passes.sketch(self.batch, self.policy, around=around, elements=elements)
         self._reports = {
-            each.site: each
-            for each in passes.capture.sites()
-            if each.treatment.method in _MEASURABLE
+            each.site: each for each in passes.capture.sites() if each.treatment.method in _SEEDED
         }
         self._weight_of = _local_weights(model, parameters, self._reports.values())
         self._micro_batch_sketches = self._sketch_micro_batches()
@@ -205,23 +194,15 @@ class _Measurement:
 
     def _measure_group(self, group: tuple[Site, ...]) -> dict[Site, SiteSensitivity]:
         """Measure a group that redraws together: equal errors are taken to add equally."""
-        change = (self._redrawn(dict.fromkeys(group, 1)) - self._base).square()
+        redrawn = self.passes.sketch(self.batch, self.policy, dict.fromkeys(group, 1))
+        change = (redrawn - self._base).square()
         change *= self._counts[:, None]
-        treatments = [self._reports[site].treatment for site in group]
-        unit = sum(_change(each) * relative_error(each) for each in treatments)
+        unit = _CHANGE * sum(relative_error(self._reports[site].treatment) for site in group)
         value = float(change.sum()) / unit
         error = float(_scatter(change).square().sum().sqrt()) / unit
         if len(group) > 1:
             error = max(error, value)
         return {site: SiteSensitivity(value, error, self._priors[site].prior) for site in group}
-
-    def _redrawn(self, draws: dict[Site, int]) -> Tensor:
-        """Sketch under fresh seeds where codes have them, elsewhere under another width."""
-        treatments = {site: self._reports[site].treatment for site in draws}
-        seeded = {site: n for site, n in draws.items() if treatments[site].method in _SEEDED}
-        others = {s: _other_width(treatments[s]) for s, n in draws.items() if n and s not in seeded}
-        by_site = MappingProxyType(dict(self.policy.by_site) | others)
-        return self.passes.sketch(self.batch, replace(self.policy, by_site=by_site), seeded)
 
     def _sketch_micro_batches(self) -> list[Tensor]:
         """Return equal micro-batches' gradients without codes; none if the batch is too small."""
@@ -246,20 +227,6 @@ class _Measurement:
         variance = float(sample_variance(self._micro_batch_sketches).sum(1) @ self._counts)
         errors = _variance_errors(self._micro_batch_sketches) * self._counts
         return variance * share, float(errors.square().sum().sqrt()) * share
-
-
-def _other_width(treatment: Treatment) -> Treatment:
-    """Return the code that one without seeds is compared with: 4 bits, or 2 if it has 4."""
-    # The tensor itself would not do: keeping its memory would keep what others save of it.
-    return replace(treatment, bits=2 if treatment.bits == _WIDEST_DERIVATIVE else 4)
-
-
-def _change(treatment: Treatment) -> float:
-    """Return the squared change of a gradient when a site is redrawn, over its code's variance."""
-    if treatment.method in _SEEDED:
-        return 2.0  # of independent draws
-    # The errors of two derivative codes count as uncorrelated.
-    return 1.0 + relative_error(_other_width(treatment)) / relative_error(treatment)
 
 
 def _variance_errors(sketches: Sequence[Tensor]) -> Tensor:

@@ -83,8 +83,9 @@ def decode_mask(fields, off_value, on_value, destination, element_type, threads)
     _decode(Codec.MASK, fields, destination, element_type, threads, **options)
 
 
-def encode_derivative(source, element_type, fields, borders, threads) -> bool:
-    return _encode(Codec.DERIVATIVE, source, element_type, fields, threads, table=borders)
+def encode_derivative(source, element_type, fields, lines, key, threads) -> bool:
+    options = {"table": lines, "key": key}
+    return _encode(Codec.DERIVATIVE, source, element_type, fields, threads, **options)
 
 
 def decode_derivative(fields, levels, destination, element_type, threads) -> None:

@@ -65,10 +65,7 @@ class Recorder:
         return code
 
     def decode_rotated(self, code, target, bits, key, affine=None):
-        result, kept = (
-            reference.decode_rotated(code, target, bits, key, affine),
-            len(code[0]),
-        )
+        result, kept = (reference.decode_rotated(code, target, bits, key, affine), len(code[0]))
         self._write(
             "decode_rotated",
             _decoded(code, target, affine, result)
@@ -116,12 +113,12 @@ class Recorder:
         self._write("decode_mask", {"input": words, "output": result}, **shape)
         return result
 
-    def encode_derivative(self, source, bits, borders):
-        planes = reference.encode_derivative(source, bits, borders)
-        content = {"input": source, "table": borders, "output": planes}
+    def encode_derivative(self, source, bits, key, lines):
+        planes = reference.encode_derivative(source, bits, key, lines)
+        content = {"input": source, "table": lines, "output": planes}
         if planes is None:
             content["output"] = _room(source, bits)
-        shape = _shape(source, bits=bits, done=int(planes is not None))
+        shape = _shape(source, bits=bits, key=key, done=int(planes is not None))
         self._write("encode_derivative", content, **shape)
         return planes
 

@@ -136,15 +136,15 @@ def masks(oracle, cases) -> None:
 
 def derivatives(oracle, cases) -> None:
     for bits in range(1, 9):
-        borders = np.sort(cases.gaussian(2**bits - 1, bits))
+        lines = cases.lines(bits, bits)
         levels = cases.gaussian(2**bits, bits + 20)
         for element_type in ElementType:
             for count in (1, 255, 256, 1000):
                 source = cases.as_type(cases.gaussian(count, count), element_type)
-                source[: min(count, len(borders))] = cases.as_type(borders[:count], element_type)
-                planes = oracle.encode_derivative(source, bits, borders)
+                source[: min(count, 15)] = cases.as_type(lines[: min(count, 15)], element_type)
+                planes = oracle.encode_derivative(source, bits, KEY, lines)
                 oracle.decode_derivative(planes, count, levels, element_type)
-        oracle.encode_derivative(cases.broken(1000), bits, borders)
+        oracle.encode_derivative(cases.broken(1000), bits, KEY, lines)
 
 
 def integers(oracle, cases) -> None:
@@ -212,13 +212,13 @@ def large(oracle, cases) -> None:
     oracle.decode_minmax(oracle.encode_minmax(source, 5, KEY), target, 5)
     words = oracle.encode_mask(source, Predicate.ABOVE, 0.0, 0.0)
     oracle.decode_mask(words, LARGE_COUNT, -1.0, 2.0, ElementType.BFLOAT16)
-    borders, levels = np.array([-1, 0, 1], np.float32), np.arange(4, dtype=np.float32)
-    planes = oracle.encode_derivative(source, 2, borders)
+    lines, levels = cases.lines(5, 2), np.arange(4, dtype=np.float32)
+    planes = oracle.encode_derivative(source, 2, KEY, lines)
     oracle.decode_derivative(planes, LARGE_COUNT, levels, ElementType.FLOAT16)
     items = cases.words(LARGE_COUNT, 5).view(np.int32)
     oracle.decode_integers(oracle.encode_integers(items, 32, -(2**31)), LARGE_COUNT, -(2**31), 4)
     source[-1] = np.nan
-    oracle.encode_derivative(source, 2, borders)
+    oracle.encode_derivative(source, 2, KEY, lines)
     norm = norm_of(cases, "smooth", LARGE_COUNT, 64, 1)
     oracle.emit(norm, "rotated", 2, norm.gradient, rectify=True)
     oracle.gradients(norm, "rotated", 2, words)

@@ -7,6 +7,7 @@ sums.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,9 +74,7 @@ def hadamard(values: Integers) -> Integers:
     return values
 
 
-def encode_rotated(
-    source: Elements, bits: int, key: int, affine: Affine | None = None
-) -> Code:
+def encode_rotated(source: Elements, bits: int, key: int, affine: Affine | None = None) -> Code:
     """Encode by section 4 of the format."""
     require(bits in (1, 2, 3, 4), f"{bits} bits")
     return join([_encode_rotated(chunk, bits, key) for chunk in chunks(source, affine)], bits)
@@ -299,15 +298,18 @@ def decode_mask(
     return narrow(np.where(chosen, np.float32(on_value), np.float32(off_value)), element_type)
 
 
-def encode_derivative(source: Elements, bits: int, borders: Floats) -> Planes | None:
+@np.errstate(all="ignore")
+def encode_derivative(source: Elements, bits: int, key: int, lines: Floats) -> Planes | None:
     """Return (bits, words), or None if an element is not finite."""
-    require(1 <= bits <= 8 and len(borders) == 2**bits - 1, f"{bits} bits, {len(borders)} borders")
+    require(1 <= bits <= 8 and len(lines) == 47, f"{bits} bits, {len(lines)} numbers of lines")
+    borders, scale, shift = np.split(lines, [15, 31])
     codes = []
     for chunk in chunks(source, None):
         if not np.isfinite(chunk.values).all():
             return None
-        below = _count_below(chunk.values, borders).astype(np.uint64)
-        codes.append(np.where(chunk.valid, below, np.uint64(0)))
+        piece = _count_below(chunk.values, borders)
+        steps = chunk.values * scale[piece] + shift[piece]
+        codes.append(_encode_steps(replace(chunk, values=steps), bits, key))
     return to_planes(stack(codes, np.uint64), bits)
 
 

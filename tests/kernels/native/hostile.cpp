@@ -155,7 +155,9 @@ void HostileCases::fill_encoder(Case& result) {
     result.content[thresholds] = bytes(table_cells * bits);
     result.content[table] = levels();
   } else if (result.operation() == Operation::encode_derivative) {
-    result.content[table] = ascending((1 << bits) - 1, -1.0f);
+    result.content[table] = ascending(15, -1.0f);
+    const Bytes lines = bytes(4 * 32);
+    result.content[table].insert(result.content[table].end(), lines.begin(), lines.end());
   }
 }
 

@@ -338,15 +338,15 @@ def test_a_mask_is_applied_to_a_gradient_without_being_decoded(cases, kind) -> N
 
 @pytest.mark.parametrize(("bits", "kind"), covering((1, 2, 3, 8), TYPES))
 def test_derivative_codes_are_the_oracle_s(cases, bits, kind) -> None:
-    borders = np.sort(cases.gaussian(2**bits - 1, 11))
+    lines = cases.lines(11, bits)
     levels = cases.gaussian(2**bits, 12)
     for count in COUNTS:
         source = cases.as_type(cases.gaussian(count, 13), kind)
-        expected = reference.encode_derivative(source, bits, borders)
+        expected = reference.encode_derivative(source, bits, KEY, lines)
         assert expected is not None
         planes = allocate_flat(count, bits, headers=False)
-        intervals = ElementCode(Codec.DERIVATIVE, table=to_device(borders))
-        assert not triton_codecs.encode_elements(elements(source, kind), planes, intervals)
+        slopes = ElementCode(Codec.DERIVATIVE, key=KEY, table=to_device(lines))
+        assert not triton_codecs.encode_elements(elements(source, kind), planes, slopes)
         assert bytes_of(planes.region) == expected.tobytes()
         found = poisoned(count, kind)
         of_levels = ElementCode(Codec.DERIVATIVE, table=to_device(levels))
@@ -361,9 +361,8 @@ def test_a_derivative_code_tells_of_what_is_not_finite(cases, value) -> None:
     source = cases.gaussian(40_000)
     source[39_999] = value
     planes = allocate_flat(40_000, 2, headers=False)
-    borders = to_device(np.array([-1, 0, 1], np.float32))
-    intervals = ElementCode(Codec.DERIVATIVE, table=borders)
-    assert triton_codecs.encode_elements(to_device(source), planes, intervals)
+    slopes = ElementCode(Codec.DERIVATIVE, table=to_device(cases.lines(1, 2)))
+    assert triton_codecs.encode_elements(to_device(source), planes, slopes)
 
 
 @pytest.mark.parametrize(
@@ -457,11 +456,11 @@ def test_masks_derivatives_and_integers_live_in_pages_too(cases) -> None:
     source = cases.gaussian(count)
     no_headers = np.zeros((0, 2), np.uint16)
     blank = np.zeros((bits, words_of(count)), np.uint32)
-    borders = np.array([-1, 0, 1], np.float32)
+    lines = cases.lines(3, bits)
     planes = in_pages(blank, no_headers, count, 64, None)
-    intervals = ElementCode(Codec.DERIVATIVE, table=to_device(borders))
-    assert not triton_codecs.encode_elements(to_device(source), planes, intervals)
-    expected = reference.encode_derivative(source, bits, borders)
+    slopes = ElementCode(Codec.DERIVATIVE, key=KEY, table=to_device(lines))
+    assert not triton_codecs.encode_elements(to_device(source), planes, slopes)
+    expected = reference.encode_derivative(source, bits, KEY, lines)
     assert gathered(planes)[0].tobytes() == expected.tobytes()
     items = (cases.words(count, 4) % 4).astype(np.int16)
     assert not triton_codecs.encode_elements(to_device(items), planes, integers(0))

@@ -86,13 +86,7 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
     whole = {"WHICH": 0, "TURNS": 1}
     add(triton_rotated.encode_rotated, TYPE=0, BITS=2, KEPT=2, **whole, **flat)
     add(
-        triton_rotated.decode_rotated,
-        TYPE=0,
-        BITS=2,
-        KEPT=1,
-        mask=ABSENT,
-        ACCUMULATE=False,
-        **flat,
+        triton_rotated.decode_rotated, TYPE=0, BITS=2, KEPT=1, mask=ABSENT, ACCUMULATE=False, **flat
     )
     tile = {"TYPE": 1, "STEPS": 4}
     for strategy, columns in ((0, 1), (1, 1), (2, 32), (3, 1), (3, 32)):

@@ -14,7 +14,12 @@ from typing import Any
 
 import daf._native as _native
 from daf.core.code_format import Predicate
-from daf.core.code_tables import rotated_level_factor, rotated_levels, rotated_thresholds
+from daf.core.code_tables import (
+    DERIVATIVE_PIECES,
+    rotated_level_factor,
+    rotated_levels,
+    rotated_thresholds,
+)
 from daf.core.errors import KernelError
 from daf.kernels import CODEC_BITS, Codec, PageFields
 from daf.kernels.cpu.checks import (
@@ -40,7 +45,7 @@ def encode(codec: Codec, job: Job) -> bool:
     if codec is Codec.ROTATED:
         job = job._replace(**_encoding_tables(pages.bits))
     elif codec is Codec.DERIVATIVE:
-        check_borders(job.table, 2**pages.bits - 1)
+        check_borders(job.table, DERIVATIVE_PIECES - 1)
     elif codec is Codec.MASK:
         check_member("predicate", job.predicate, tuple(Predicate))
     done = run(_ENCODERS[codec], job, "source")

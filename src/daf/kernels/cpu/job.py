@@ -21,7 +21,6 @@ from daf.kernels.cpu.checks import (
     check_call,
     check_key,
     check_mask,
-    check_member,
     check_pointer,
     check_row_length,
     check_vectors,

@@ -16,6 +16,7 @@ from daf.kernels.triton.blocks import (
     store_plane,
     tile,
 )
+from daf.kernels.triton.minmax import rounded_steps
 
 
 @triton.jit
@@ -51,28 +52,34 @@ def apply_mask(gradient, destination, planes, count, TYPE: tl.constexpr, BLOCKS:
     store_elements(destination, place, valid, values, TYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["key_low", "key_high"])
 def encode_derivative(
     source,
     planes,
-    borders,
+    lines,
     worthless,
     count,
+    key_low,
+    key_high,
     TYPE: tl.constexpr,
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Count the ascending borders below each element; ``worthless``: one is not finite."""
+    """Round the steps of each element's line; ``worthless``: one is not finite.
+
+    ``lines`` (47,) float32: 15 ascending borders, the first number of a piece's line, the second.
+    """
     blocks, place, valid, there = tile(count, BLOCKS)
     values = load_elements(source, place, valid, TYPE)
     magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     some_broken = tl.max(tl.max((magnitude >= INFINITE_BITS).to(tl.int32), axis=1), axis=0)
     tl.atomic_max(worthless, 1, mask=some_broken != 0)
-    codes = tl.zeros((BLOCKS, 256), tl.int32)
-    for plane in tl.static_range(BITS):
-        border = tl.load(borders + codes + ((1 << (BITS - 1 - plane)) - 1))
-        codes += tl.where(values > border, 1 << (BITS - 1 - plane), 0)
-    codes = tl.where(valid, codes, 0)
+    piece = tl.zeros((BLOCKS, 256), tl.int32)
+    for level in tl.static_range(4):
+        border = tl.load(lines + piece + ((8 >> level) - 1))
+        piece += tl.where(values > border, 8 >> level, 0)
+    steps = values * tl.load(lines + 15 + piece) + tl.load(lines + 31 + piece)
+    codes = rounded_steps(steps, valid, blocks, key_low, key_high, BITS, BLOCKS)
     store_codes(planes, codes, blocks, there, BITS, BLOCKS)
 
 

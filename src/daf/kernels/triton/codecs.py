@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from daf.core.code_format import Predicate
+from daf.core.code_tables import DERIVATIVE_PIECES
 from daf.core.errors import KernelError
 from daf.kernels import CODEC_BITS, Codec
 from daf.kernels.cpu.checks import check_key, check_member, check_resident
@@ -106,7 +107,9 @@ def encode_elements(source: Tensor, planes: DevicePlanes, code: ElementCode) -> 
     worthless = torch.zeros((), dtype=torch.int32, device=source.device)
     options: dict[str, Any] = {"worthless": worthless, "BITS": planes.bits}
     if code.codec is Codec.DERIVATIVE:
-        options["borders"] = _checked_table("borders", code.table, 2**planes.bits - 1)
+        options["lines"] = _checked_table("lines' numbers", code.table, 3 * DERIVATIVE_PIECES - 1)
+        check_key(code.key)
+        options |= halves("key", code.key)
         _run(bit_codecs.encode_derivative, planes, {"source": source}, **options)
     else:
         options |= halves("base", code.base)

@@ -109,6 +109,19 @@ def decode_minmax(
     )
 
 
+@triton.jit
+def rounded_steps(
+    position, valid, blocks, key_low, key_high, BITS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Return the codes of numbers of steps, rounding stochastically; 0 where not ``valid``."""
+    last: tl.constexpr = (1 << BITS) - 1
+    position = tl.where(position > 0.0, position, 0.0)
+    position = tl.where(position < last * 1.0, position, last * 1.0)
+    position += dither(key_low, key_high, blocks, BLOCKS)
+    position = tl.where(valid, position, 1.0)
+    return tl.minimum(position.to(tl.int32) - 1, last)
+
+
 @triton.jit(do_not_specialize=["key_low", "key_high"])
 def encode_steps(
     source,
@@ -123,11 +136,6 @@ def encode_steps(
 ):
     """Write every plane of the numbers of steps that the affine gives, rounding stochastically."""
     blocks, _, valid, there = tile(count, BLOCKS)
-    position = load_values(source, blocks, valid, affine, TYPE)
-    last: tl.constexpr = (1 << BITS) - 1
-    position = tl.where(position > 0.0, position, 0.0)
-    position = tl.where(position < last * 1.0, position, last * 1.0)
-    position += dither(key_low, key_high, blocks, BLOCKS)
-    position = tl.where(valid, position, 1.0)
-    codes = tl.minimum(position.to(tl.int32) - 1, last)
+    steps = load_values(source, blocks, valid, affine, TYPE)
+    codes = rounded_steps(steps, valid, blocks, key_low, key_high, BITS, BLOCKS)
     store_codes(planes, codes, blocks, there, BITS, BLOCKS)

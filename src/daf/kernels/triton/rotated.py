@@ -78,9 +78,7 @@ def _centre_any(values, valid, real_count, BLOCKS: tl.constexpr):
     prescale, unscale, finite = prescale_of(values, BLOCKS)
     prescale, unscale = tl.where(ordinary, one, prescale), tl.where(ordinary, one, unscale)
     known = tl.where(finite[:, None], values, 0.0)
-    centred, mean, energy, peaked = _centre(
-        known, valid, real_count, prescale, unscale, BLOCKS
-    )
+    centred, mean, energy, peaked = _centre(known, valid, real_count, prescale, unscale, BLOCKS)
     return centred, mean, energy, peaked, unscale, finite, one > 0.0
 
 
