@@ -208,6 +208,22 @@ def outside_figures(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def bias_figures(result: dict[str, Any]) -> str:
+    """The worst squared bias and the median noise at each width, in Markdown."""
+    figures = result["figures"]
+    lines = [
+        measured_by(result, "bias"),
+        "",
+        f"| bits | squared bias, worst of {figures['networks']:.0f} networks | noise, median |",
+        "|---|---|---|",
+    ]
+    for bits in (1, 2, 3, 4):
+        worst, noise = figures[f"bias_{bits}bit_worst"], figures[f"noise_{bits}bit_median"]
+        lines.append(f"| {bits} | {worst:.5f} | {noise:.3f} |")
+    outliers = figures["bias_outliers_worst"]
+    return "\n".join([*lines, f"| 2 to 4, outlier channels | {outliers:.5f} | |"])
+
+
 def sweep_figures(result: dict[str, Any]) -> str:
     """The sweep's tables, in Markdown: counts, then every point of DAF's own policy."""
     rows, figures = result["rows"], result["figures"]
@@ -288,6 +304,7 @@ TABLES = (
     (ROOT / "docs" / "pool.md", "pool", pool_figures),
     (ROOT / "docs" / "allocator.md", "allocator", allocator_figures),
     (ROOT / "docs" / "limits.md", "outside", outside_figures),
+    (ROOT / "docs" / "limits.md", "bias", bias_figures),
     (ROOT / "docs" / "quickstart.md", "doors", doors_figures),
     (ROOT / "docs" / "sweep.md", "sweep", sweep_figures),
     (ROOT / "docs" / "sweep.md", "policies", policies_figures),

@@ -13,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.capture.compress import compress
-from daf.codecs.codes import ValueCode
+from daf.codecs.codes import ElementsCode, ValueCode
 from daf.core.policy import KEEP, Method, Need, Treatment, coded_policy
+from daf.kernels import Codec
+from daf.kernels.normalisation import ElementCode
 from daf.operators import activation as function
 from daf.pool.store import PlainStore
+from daf.saved_tensors.activation_codes import smooth_code
 
 ACTIVATIONS = [nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU()]
 
@@ -130,7 +133,7 @@ def test_the_documents_table_is_measured() -> None:
     plain = x.clone().requires_grad_()
     result = F.gelu(plain)
     (slope,) = torch.autograd.grad(result.sum(), plain)
-    result = result.detach()
+    node, result = result.grad_fn, result.detach()
 
     def error(found: Tensor, true: Tensor) -> float:
         return float((found - true).square().sum() / true.square().sum())
@@ -152,6 +155,14 @@ def test_the_documents_table_is_measured() -> None:
         (derived,) = torch.autograd.grad(F.gelu(again).sum(), again)
         assert errors[0] == pytest.approx(error(decoded(result, linear), result), rel=0.1)
         assert errors[1] == pytest.approx(error(F.gelu(again.detach()), result), rel=0.1)
+        code = smooth_code(node, policy_bits[int(bits)])
+        assert code is not None
+        asked = ElementCode(Codec.DERIVATIVE, key=7, table=code.lines)
+        held = ElementsCode.encode(PlainStore(), x, policy_bits[int(bits)], asked)
+        assert held is not None
+        held.decode(again := torch.empty_like(x), table=code.representatives)
+        (coded,) = torch.autograd.grad(F.gelu(again.requires_grad_()).sum(), again)
+        assert errors[2] == pytest.approx(error(coded, slope), rel=0.1)
         assert errors[3] == pytest.approx(error(derived, slope), rel=0.1)
 
 

@@ -17,9 +17,9 @@ integers and booleans are packed without loss. Calls of modules that the policy 
 inputs only (``replay``).
 
 Gradients under ``rotated`` and ``minmax`` codes are unbiased where a tensor enters them once and
-linearly. Behind a normalisation the squared bias measured stays below 0.0003 of the gradient's
-square at 2 bits; derivative codes of smooth activations are biased by their steps. Second
-derivatives through coded tensors are those of the decoded values.
+linearly, and under codes of a smooth activation's derivative. Behind a normalisation the squared
+bias measured stays below 0.0003 of the gradient's square at 2 bits. Second derivatives through
+coded tensors are those of the decoded values.
 
 Tensors on a GPU are coded there where Triton is installed; those on other devices are kept.
 ``torch.func`` transforms do not work under saved-tensor hooks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from daf_bench.accuracy.bias_estimate import measure_bias
+from daf_bench.accuracy.policies import Example, make_policy
 from small_jobs import cross_entropy, mixed_batch, mixed_network
 from torch import Tensor, nn
 
@@ -48,11 +49,10 @@ def test_derivative_codes_have_none() -> None:
 
 
 def test_a_bias_is_seen() -> None:
-    """Softmax's backward reads its result twice, so that a coarse code of it is biased."""
-    flat = nn.Flatten()
-    model = nn.Sequential(flat, nn.Linear(192, 64), nn.Softmax(-1), nn.Linear(64, 10))
-    coarse = Policy("coarse", {Need.PROBABILITY: Treatment(Method.ROTATED, 1)})
-    found = measure_bias(model, cross_entropy, mixed_batch(64), coarse, draws=64)
+    """ALAM's averages of a group of values lose what differs within it."""
+    model, batch = linear_network(), mixed_batch(64)
+    averages = make_policy("alam-1", Example(model, cross_entropy, batch))
+    found = measure_bias(model, cross_entropy, batch, averages, draws=16)
     assert found.deviations > 4
     assert found.squared_bias > 1e-5 * found.gradient_energy
 
