@@ -283,7 +283,7 @@ def test_what_begins_with_fewer_planes_is_coded_in_those(cases, element_type) ->
         back = guarded(count, np.float32)
         native_calls.decode_rotated(tensor.view.fields, KEY, address(back), F32, 2)
         target = reference.Target(count)
-        same_bytes(opened(back, np.float32), decoded_by_oracle(code, tensor.view, target, 2))
+        same_bytes(opened(back, np.float32), decoded_by_oracle(code, tensor.view, target))
     assert widths == {1, 2, 3, 4}
 
 
@@ -294,7 +294,7 @@ def test_options_compose_over_runs_of_different_width(cases, element_type, mask_
     source = cases.smooth(count)
     onto = cases.as_type(cases.mixed(count, 2), element_type)
     affine = reference.Affine(cases.gaussian(channels, 5), cases.gaussian(channels, 6), 49)
-    tensor, code = coded(source, 3, 1, 512, 0.6)
+    tensor, code = coded(source, 3, 512, 0.6)
     mask = pool(mask_page_bytes).allocate_planes(count, 1, headers=False)
     native_calls.encode_mask(address(source), F32, mask.view.fields, Predicate.ABOVE, 0.1, 0.0, 1)
     words = reference.encode_mask(source, Predicate.ABOVE, 0.1, 0.0)
@@ -307,7 +307,7 @@ def test_options_compose_over_runs_of_different_width(cases, element_type, mask_
             mask.view.fields,
             accumulate=True,
         )
-        expected = decoded_by_oracle(code, view, target, 1, affine)
+        expected = decoded_by_oracle(code, view, target, affine)
     same_bytes(opened(back, onto.dtype), expected)
 
 

@@ -293,8 +293,8 @@ def _values(norm: Norm, codec: str, bits: int) -> tuple[np.ndarray, Content, Any
         code = reference.encode_minmax(norm.x, bits, norm.key, norm.before)
         values = reference.decode_minmax(code, target, bits)
         return values, {"input": code.planes, "headers": code.headers}, given
-    code = reference.encode_rotated(norm.x, bits, 1, norm.key, norm.before)
-    values = reference.decode_rotated(code, target, bits, 1, norm.key)
+    code = reference.encode_rotated(norm.x, bits, norm.key, norm.before)
+    values = reference.decode_rotated(code, target, bits, norm.key)
     content = {"input": code.planes, "headers": code.headers}
     table = {"table": code_tables.rotated_levels(bits, bits)}
     return values, content | table, given | {"low": code_tables.rotated_level_factor(bits, bits)}
