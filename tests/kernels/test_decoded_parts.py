@@ -40,7 +40,7 @@ class Coded:
         options["affine"] = native_affine(options.get("affine"))
         if mask is not None:
             options["mask"] = PageFields.flat(mask.ctypes.data, self._count, 1)
-        settings = (2, KEY) if self._codec == "rotated" else ()
+        settings = (KEY,) if self._codec == "rotated" else ()
         getattr(native_calls, f"decode_{self._codec}")(
             *(self._room.fields, *settings, address, element_type, self._threads), **options
         )

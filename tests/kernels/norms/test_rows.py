@@ -282,7 +282,7 @@ def test_calls_outside_the_contract_are_refused(cases) -> None:
     with pytest.raises(KernelError, match="epsilon"):
         native_calls.emit(at, case.count, done.affine, emission, 1, RowMoments(-1.0, centred=True))
     planes = PagedStore().allocate_planes(case.count, 2, minimum_bits=1)
-    options = (planes.view.fields, 1, KEY, 1, done.affine, emission, moments)
+    options = (planes.view.fields, KEY, 1, done.affine, emission, moments)
     with pytest.raises(KernelError, match="float32"):
         native_calls.encode_rotated(at, ElementType.FLOAT16, *options)
     good = RowGradient(8, True, at, at, 0, done.scale.address, at, at, at)
