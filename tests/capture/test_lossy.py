@@ -139,18 +139,23 @@ def test_smooth_activations_keep_a_derivative_code(activation: Callable[[Tensor]
         loss.backward()
         slopes[bits], x.grad = x.grad, None
     coarse, fine = (slopes[bits] - slopes["plain"] for bits in (2, 4))
-    assert len(slopes[2].unique()) <= 4
-    assert coarse.square().mean() < 0.05
+    levels = slopes[2].unique()
+    assert len(levels) <= 4
+    assert coarse.abs().max() < 1.02 * levels.diff().max()  # one of two neighbours
+    assert abs(coarse.mean()) < 4 * coarse.std() / 90  # of 8192, at random
     assert fine.square().mean() < 0.25 * coarse.square().mean()
 
 
-def test_gelu_levels_are_the_published_ones() -> None:
+def test_gelu_levels_cover_its_derivative_s_range() -> None:
+    """The derivative's extremes lie at -sqrt(2) and sqrt(2)."""
     x = torch.linspace(-5, 5, 4096).requires_grad_()
     with compress(nn.Identity(), 2):
         loss = F.gelu(x * 1).sum()
     loss.backward()
     levels = x.grad.unique()
-    expected = torch.tensor([-0.00148, 0.32506, 0.67495, 1.00148])
+    ends = torch.tensor([-(2**0.5), 2**0.5], requires_grad=True)
+    F.gelu(ends).sum().backward()
+    expected = torch.linspace(*ends.grad.tolist(), 4)
     torch.testing.assert_close(levels, expected, atol=1e-4, rtol=0)
 
 
