@@ -32,7 +32,7 @@ from daf.kernels.triton.reductions import Runs, SideBySide
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
-    **dict.fromkeys(("borders", "scale", "shift", "table", "levels", "factors"), "*fp32"),
+    **dict.fromkeys(("lines", "scale", "shift", "table", "levels", "factors"), "*fp32"),
     **dict.fromkeys(("worthless", "least", "greatest"), "*i32"),
     **dict.fromkeys(("least_out", "greatest_out"), "*i32"),
     **dict.fromkeys(("sums", "squares"), "*fp64"),
