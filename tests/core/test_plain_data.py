@@ -21,7 +21,7 @@ from daf.session.plan_selector import PeakMeasurement
 names = st.text(max_size=8)
 sites = st.builds(Site, names, names, st.integers(0, 9), st.integers(0, 3))
 treatments = st.builds(
-    Treatment, st.sampled_from(Method), st.integers(0, 8), st.integers(1, 3), on_host=st.booleans()
+    Treatment, st.sampled_from(Method), st.integers(0, 8), st.booleans(), on_host=st.booleans()
 )
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 
