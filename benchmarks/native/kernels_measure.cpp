@@ -155,7 +155,7 @@ class Workbench {
     job.levels = kernel_.levels;
     job.level_factor = 1.0f / 2048;
     job.high = 1;  // of a decoded mask: what a set bit stands for
-    job.table = kernel_.borders;
+    job.table = kernel_.lines;
     job.item_bytes = 4;
     return job;
   }

@@ -20,7 +20,7 @@ struct KernelCase {
   int threads;
   const int8_t* thresholds;  // of `rotated`
   const int8_t* levels;
-  const float* borders;  // of `derivative`: 2^bits - 1, ascending
+  const float* lines;  // of `derivative`: 47 numbers, as in arguments/job.h
 };
 
 struct TimedPair {

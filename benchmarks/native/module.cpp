@@ -15,7 +15,7 @@ namespace nb = nanobind;
 namespace daf {
 namespace {
 
-// (table, codec, encode, bits, count, threads, thresholds, levels, borders); table is an address,
+// (table, codec, encode, bits, count, threads, thresholds, levels, lines); table is an address,
 // and so are the last three, which may be 0.
 KernelCase make_case(const nb::tuple& fields) {
   const auto at = [&](int i) { return nb::cast<uintptr_t>(fields[i]); };

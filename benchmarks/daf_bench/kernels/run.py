@@ -17,7 +17,7 @@ import numpy as np
 
 from daf import _native as library
 from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK
-from daf.core.code_tables import rotated_levels, rotated_thresholds
+from daf.core.code_tables import DERIVATIVE_PIECES, rotated_levels, rotated_thresholds
 from daf.core.errors import KernelError
 from daf.kernels.cpu.instruction_sets import instruction_sets
 from daf_bench import _native
@@ -161,9 +161,7 @@ def instructions_per_element(kernel: Kernel) -> float | None:
     return float(many - few) / ((_COUNTED_BLOCKS[1] - _COUNTED_BLOCKS[0]) * BLOCK_ELEMENTS)
 
 
-_BORDERS = {
-    bits: np.linspace(-2, 2, 2**bits - 1, dtype=np.float32) for bits in _WIDTHS["derivative"]
-}
+_LINES = np.linspace(-2, 2, 3 * DERIVATIVE_PIECES - 1, dtype=np.float32)  # any, of a derivative
 
 
 def _fields(kernel: Kernel, count: int, threads: int) -> tuple[Any, ...]:
@@ -172,7 +170,7 @@ def _fields(kernel: Kernel, count: int, threads: int) -> tuple[Any, ...]:
         thresholds, levels = rotated_thresholds(kernel.bits), rotated_levels(*[kernel.bits] * 2)
         tables = (thresholds.ctypes.data, levels.ctypes.data, 0)
     elif kernel.codec == "derivative":
-        tables = (0, 0, _BORDERS[kernel.bits].ctypes.data)
+        tables = (0, 0, _LINES.ctypes.data)
     table = _kernel_table(kernel.instruction_set)
     return (table, kernel.codec, kernel.encode, kernel.bits, count, threads, *tables)
 
