@@ -79,7 +79,6 @@ bool AddressRange::move(uint32_t from, uint32_t to, uint64_t bytes) {
 }
 
 uint32_t AddressRange::move_pages(uint32_t from, uint32_t to, uint32_t count) {
-  if (!can_move_) return 0;
   // One by one: after an earlier move they may lie in several mappings.
   uint32_t moved = 0;
   while (can_move_ && moved < count && move(from + moved, to + moved, slot_bytes)) ++moved;

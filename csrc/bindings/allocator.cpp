@@ -37,16 +37,6 @@ nb::object set_reclaim(nb::object hook) {
   return before ? nb::steal(before) : nb::none();
 }
 
-std::string install() {
-  const nb::gil_scoped_release release;
-  return allocator::install();
-}
-
-uint64_t remove() {
-  const nb::gil_scoped_release release;
-  return allocator::remove();
-}
-
 nb::tuple settings() {
   const allocator::Settings now = allocator::settings();
   return nb::make_tuple(bytes_or_none(now.cap_bytes), bytes_or_none(now.limit_bytes));
@@ -137,8 +127,8 @@ double pair_ns(uint64_t bytes, int repeats) {
 void bind_allocator(nb::module_& parent) {
   nb::module_ module = parent.def_submodule("allocator");
   module.def("unsupported_reason", &allocator::unsupported_reason);
-  module.def("install", &install);
-  module.def("remove", &remove);
+  module.def("install", &allocator::install, nb::call_guard<nb::gil_scoped_release>());
+  module.def("remove", &allocator::remove, nb::call_guard<nb::gil_scoped_release>());
   module.def("refresh", &allocator::refresh);
   module.def("is_installed", &allocator::is_installed);
   module.def(

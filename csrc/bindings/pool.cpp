@@ -76,8 +76,7 @@ nb::tuple statistics(Pool& pool) {
   return nb::make_tuple(now.payload_bytes, now.wasted_bytes, now.free_bytes, now.metadata_bytes,
                         bytes_or_none(now.cap_bytes), now.live_peak_bytes, now.held_peak_bytes,
                         now.evictable_pages, now.live_pages, now.live_tensors, now.evicted_pages,
-                        now.evicted_payload_bytes, now.grown_bytes, now.growths,
-                        now.returned_bytes);
+                        now.evicted_payload_bytes, now.grown_bytes, now.returned_bytes);
 }
 
 void bind_class(nb::module_& module) {

@@ -100,7 +100,6 @@ void Pool::grow(uint64_t pages, uint64_t most) {
     if (!may_take(step)) throw_refused(step);
   }
   for (uint64_t i = 0; i < step; ++i) back_group(unbacked_.first());
-  ++now_.growths;
 }
 
 // Returns up to `count` empty groups to the system, highest first; returns how many.

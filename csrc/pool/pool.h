@@ -97,7 +97,7 @@ struct Statistics {
   uint64_t metadata_bytes;  // page tables, records, tree, bitmaps
   uint64_t cap_bytes, live_peak_bytes, held_peak_bytes;
   uint64_t evictable_pages, live_pages, live_tensors;
-  uint64_t evicted_pages, evicted_payload_bytes, grown_bytes, growths, returned_bytes;
+  uint64_t evicted_pages, evicted_payload_bytes, grown_bytes, returned_bytes;
 };
 
 class Pool {

@@ -26,7 +26,6 @@ class PoolStatistics:
     evicted_pages: int
     evicted_payload_bytes: int
     grown_bytes: int
-    growths: int
     returned_bytes: int
 
     @property
