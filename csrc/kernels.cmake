@@ -5,19 +5,21 @@ if(APPLE AND CMAKE_OSX_ARCHITECTURES)
   set(DAF_KERNEL_PROCESSOR "${CMAKE_OSX_ARCHITECTURES}")  # a universal build has only "portable"
 endif()
 
-# Wider instruction sets: one file each, compiled for that set, chosen at run time.
+# Instruction sets: one file each, compiled for that set, chosen at run time.
 function(daf_add_kernel_set target name)
-  set(source "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/instruction_sets/kernels_${name}.cpp")
+  set(source "${CMAKE_CURRENT_BINARY_DIR}/kernels_${name}.cpp")
+  configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/instruction_sets/kernels.in" "${source}"
+                 @ONLY)
   target_sources(${target} PRIVATE "${source}")
   set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${ARGN}")
 endfunction()
 
 function(daf_add_kernels target)
-  foreach(name arguments/channels arguments/pages instruction_sets/dispatch
-          instruction_sets/kernels_portable norms/norm_channels norms/row_sums reductions/ranges
-          reductions/sums threads/parallel_for threads/passes)
+  foreach(name arguments/channels arguments/pages instruction_sets/dispatch norms/norm_channels
+          norms/row_sums reductions/ranges reductions/sums threads/parallel_for threads/passes)
     target_sources(${target} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/${name}.cpp")
   endforeach()
+  daf_add_kernel_set(${target} portable)
   target_include_directories(${target} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}")
   target_compile_features(${target} PRIVATE cxx_std_17)
   find_package(Threads REQUIRED)

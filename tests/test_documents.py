@@ -44,7 +44,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"(?<![*\w])\w[\w./-]*\.(?:py|cpp|h)\b")
 MODULE = re.compile(r"\bdaf(?:_bench)?(?:\.\w+)+")
 CODE_FOLDERS = ("src/**/*.py", "csrc/**/*.*", "tests/**/*.*", "benchmarks/**/*.*", "scripts/**/*.*")
-FOR_EXAMPLE = {"script.py", "kernels_NAME.cpp", "vector_NAME.h", "daf.models", "daf.data"}
+FOR_EXAMPLE = {"script.py", "vector_NAME.h", "daf.models", "daf.data"}
 
 
 def exists(module: str) -> bool:

@@ -1,4 +1,4 @@
-// The table of one instruction set; each kernels_*.cpp includes its vectors, then this.
+// The table of one instruction set; its file (kernels.in) includes its vectors, then this.
 #pragma once
 
 #include "codecs/bit_codecs.h"
