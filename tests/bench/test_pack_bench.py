@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 from daf.cli import app
 from daf.core.policy import Method, Treatment
 from daf.kernels import devices
-from daf.offload.collaborative_packing import Rates, ReadyTensor, Route, ScheduledWork
-from daf.offload.routing import Sent
+from daf.offload.routing import Rates, ReadyTensor, Route, ScheduledWork, Sent
 
 SMALL = PackJob(batch=8, rounds=1)
 TWO_BITS = Treatment(Method.ROTATED, 2)

@@ -38,9 +38,8 @@ from daf.core.policy import (
     with_host_codes,
 )
 from daf.core.reports import CaptureStats, SiteReport
-from daf.offload.collaborative_packing import Route
 from daf.offload.host_codes import HostCodes, HostMemoryWarning, HostOptions
-from daf.offload.routing import Sent
+from daf.offload.routing import Route, Sent
 from daf.operators import activation as activation_function
 from daf.operators import eligibility
 from daf.operators.chunked import weight_gradient

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daf.core.errors import KernelError, PlatformError
-from daf.offload import collaborative_packing
-from daf.offload.collaborative_packing import Rates, ReadyTensor, Route, simulate, split
+from daf.offload import routing
+from daf.offload.routing import Rates, ReadyTensor, Route, simulate, split
 from daf.pool.transfers import Transfers
 
 RATE = st.floats(1.0, 1e4)
@@ -45,7 +45,7 @@ def test_many_tensors_are_split_in_little_time_and_no_worse_than_either_side() -
     with pytest.MonkeyPatch.context() as patch:
         own = simulate
         patch.setattr(
-            collaborative_packing, "simulate", lambda *given_: tries.append(1) or own(*given_)
+            routing, "simulate", lambda *given_: tries.append(1) or own(*given_)
         )
         found = split(tensors, rates, 100.0)
     assert len(tries) <= 17

@@ -24,9 +24,8 @@ from daf.core.policy import Method, Treatment
 from daf.core.units import pinned_bytes
 from daf.kernels import devices
 from daf.offload import host_codes
-from daf.offload.collaborative_packing import Route
 from daf.offload.host_codes import HostCodes, HostMemoryWarning, HostOptions
-from daf.offload.routing import Sent
+from daf.offload.routing import Route, Sent
 from daf.pool.host_planes import encode_on_host
 
 TWO_BITS = Treatment(Method.ROTATED, 2)

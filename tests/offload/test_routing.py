@@ -11,8 +11,7 @@ import pytest
 from daf.core.code_format import code_bytes
 from daf.core.policy import Method, Treatment
 from daf.offload import routing
-from daf.offload.collaborative_packing import Rates, Route, split
-from daf.offload.routing import Routes, Sent, processor_rate
+from daf.offload.routing import Rates, Route, Routes, Sent, processor_rate, split
 
 TWO_BITS = Treatment(Method.ROTATED, 2)
 ELEMENTS = 1 << 20

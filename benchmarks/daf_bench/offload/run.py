@@ -26,9 +26,8 @@ from daf.codecs.layout import is_dense
 from daf.core.errors import PlatformError
 from daf.core.policy import Method, Treatment
 from daf.kernels.devices import backend_of
-from daf.offload.collaborative_packing import Rates, ReadyTensor, Route, Timeline, simulate, split
 from daf.offload.host_codes import HostCodes, HostOptions
-from daf.offload.routing import Routes, Seen
+from daf.offload.routing import Rates, ReadyTensor, Route, Routes, Seen, Timeline, simulate, split
 from daf.pool.host_planes import HostStore
 from daf.training.models.resnet import resnet18
 from daf_bench.harness.result import BenchResult

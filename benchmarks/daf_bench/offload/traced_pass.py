@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from daf.offload.collaborative_packing import Route, ScheduledWork
-from daf.offload.routing import Routes, Sent
+from daf.offload.routing import Route, Routes, ScheduledWork, Sent
 from daf.pool.transfers import Transfers
 
 

@@ -28,8 +28,7 @@ from daf.core.units import format_bytes, parse_optional_bytes, pinned_bytes
 from daf.kernels.devices import can_code_on, is_processor, is_recorded
 from daf.kernels.normalisation import Channels
 from daf.memory.domain import device_of
-from daf.offload.collaborative_packing import Route
-from daf.offload.routing import Routes, Sent
+from daf.offload.routing import Route, Routes, Sent
 from daf.pool.host_planes import HostPlanes, HostStore, encode_on_host, words_for
 
 _MIB = 2**20
