@@ -23,7 +23,7 @@ from daf.core.policy import Method, policy_for
 from daf.sensitivity.prior import PriorObserver
 from daf.session.session import Session
 from daf.torch_compat.compiled_modules import CompiledModules
-from daf.torch_compat.compiler_stance import as_the_user_wants, eagerly
+from daf.torch_compat.compiler import as_the_user_wants, eagerly
 from daf.torch_compat.operator_mode import OperatorMode
 
 # PyTorch's own, of its compiler and what that imports.

@@ -30,7 +30,7 @@ from daf.step.microbatch import LossFunction, WeightedLoss, read_loss, scale_gra
 from daf.step.parameter_writes import ParameterWrites
 from daf.step.state_snapshot import StateSnapshot
 from daf.torch_compat.autograd_graph import without_torch_function
-from daf.torch_compat.compiler_stance import eagerly
+from daf.torch_compat.compiler import eagerly
 from daf.torch_compat.modules import AnyBatchNorm
 from daf.torch_compat.pytree import tensors_inside
 

@@ -31,7 +31,7 @@ from daf.saved_tensors.ledger import strided_parts
 from daf.saved_tensors.packed_tensor import Kept
 from daf.torch_compat.autograd_graph import pack_hook, storage_address, without_torch_function
 from daf.torch_compat.compiled_modules import CompiledModules
-from daf.torch_compat.compiler_stance import eagerly
+from daf.torch_compat.compiler import eagerly
 from daf.torch_compat.modules import modules_of
 from daf.torch_compat.operator_mode import OperatorMode
 

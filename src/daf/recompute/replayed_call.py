@@ -21,7 +21,7 @@ from daf.recompute.holder import ReplayKeeper
 from daf.saved_tensors.ledger import Holding
 from daf.saved_tensors.packed_tensor import PackedTensor
 from daf.torch_compat.autograd_graph import NO_TASK, call_after_backward, graph_task
-from daf.torch_compat.compiler_stance import eagerly
+from daf.torch_compat.compiler import eagerly
 
 _REPEAT = "a replayed module must do the same thing again: replay other modules, or none"
 

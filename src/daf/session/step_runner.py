@@ -42,7 +42,7 @@ from daf.step.gradient_release import CLIPPED, LEFT_TO_USER
 from daf.step.state_snapshot import StepSnapshot
 from daf.step.user_gradients import UserGradients
 from daf.torch_compat import compiler
-from daf.torch_compat.compiler_stance import eagerly
+from daf.torch_compat.compiler import eagerly
 from daf.torch_compat.out_of_memory import out_of_memory
 
 _Refusal = TypeVar("_Refusal", bound=Exception)

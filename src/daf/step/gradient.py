@@ -30,7 +30,7 @@ from daf.step.loss_weights import LossWeights, PartWeights, Weighing, parameter_
 from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
 from daf.step.state_snapshot import StepSnapshot
 from daf.torch_compat.compiled_modules import CompiledModules
-from daf.torch_compat.compiler_stance import eagerly
+from daf.torch_compat.compiler import eagerly
 from daf.torch_compat.pytree import tensors_in_batch
 
 

@@ -1,4 +1,7 @@
-"""Keep torch's compiler out of a process that does not compile.
+"""Keep torch's compiler out of DAF's own passes, and out of a process that does not compile.
+
+In passes of DAF's own the process's *stance* disables it. Sessions on several threads may overlap:
+the first sets the stance, the last restores the user's.
 
 The first ``torch.optim.Optimizer`` imports ``torch._dynamo``, which then holds some 70 MB (torch
 2.13) that an eager step never uses. The optimizer's decorators import it. ``_disable_dynamo`` first
@@ -10,12 +13,66 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+_lock = threading.Lock()
+_inside = 0
+_users: Any = None  # the stance that was there before the first
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Compile nothing inside, and run compiled code eagerly."""
+    global _inside, _users
+    if not is_loaded():
+        yield
+        return
+    with _lock:
+        if _inside == 0:
+            _users = torch.compiler.set_stance("force_eager").prev  # sets it at once
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                _apply()
+
+
+@contextmanager
+def as_the_user_wants() -> Iterator[None]:
+    """Restore the user's stance inside ``eagerly``."""
+    with _lock:
+        _set(_users)
+    try:
+        yield
+    finally:
+        with _lock:
+            _apply()
+
+
+def _apply() -> None:
+    if _inside:
+        torch.compiler.set_stance("force_eager")
+    else:
+        _set(_users)
+
+
+def _set(stance: Any) -> None:
+    torch.compiler.set_stance(
+        stance.stance,
+        skip_guard_eval_unsafe=stance.skip_guard_eval_unsafe,
+        force_backend=stance.backend,
+    )
+
 
 _COMPILER = "torch._dynamo"
 _CACHED_FUNCTION = "__dynamo_disable"  # torch/_compile.py looks here before it imports

@@ -69,26 +69,21 @@ def tensors_in_batch(batch: Any) -> list[Tensor]:
     return found
 
 
-def tensors_inside(batch: Any, depth: int = 4) -> list[Tensor]:
+def tensors_inside(batch: Any) -> list[Tensor]:
     """Return the distinct tensors in a nest and in its objects' attributes, to some depth."""
     if _is_flat(batch):
         return [*{id(each): each for each in batch}.values()]
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
 
-    def note(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            found[id(value)] = value
-        return value
-
     def visit(value: Any, depth: int) -> None:
-        map_nest(Tensor, note, value)
+        found.update((id(each), each) for each in tensors_in_batch(value))
         if depth and id(value) not in seen:
             seen.add(id(value))
             for each in _parts(value):
                 visit(each, depth - 1)
 
-    visit(batch, depth)
+    visit(batch, 4)
     return list(found.values())
 
 
