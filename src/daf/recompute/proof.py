@@ -26,7 +26,7 @@ from daf.recompute.fingerprint import Fingerprint
 from daf.recompute.python_state import PythonState, Surroundings
 from daf.recompute.random_state import Generators
 from daf.recompute.replay import SAVE_WHAT_IS_UNDEFINED
-from daf.recompute.watched_forward import WatchedForward, devices_of, watched
+from daf.recompute.watched_forward import WatchedForward, watched
 from daf.saved_tensors.ledger import strided_parts
 from daf.saved_tensors.packed_tensor import Kept
 from daf.torch_compat.autograd_graph import pack_hook, storage_address, without_torch_function
@@ -107,9 +107,8 @@ class ReplayProof:
         with without_torch_function():
             has_room = self._has_room((arguments, keywords))
             if has_room:
-                devices = devices_of(target.module, arguments, keywords)
-                objects = (*arguments, *keywords.values())
-                state = CallState(target.module, target.path, devices, self._generators, objects)
+                place = (target.module, target.path, self._generators)
+                state = CallState(*place, arguments, keywords)
                 inputs = Inputs((arguments, keywords), self._hold)
         if not has_room:
             self._refusals[target.path] = NO_ROOM

@@ -290,10 +290,8 @@ def _has_other_entries(found: Contents) -> bool:
     now, then = found
     if len(now) != len(then):
         return True
-    if isinstance(now, dict):
-        return any(a is not b for a, b in zip(now, then, strict=True)) or any(
-            a is not b for a, b in zip(now.values(), then.values(), strict=True)
-        )
     if isinstance(now, set):
         return bool(now != then)
+    if isinstance(now, dict):
+        now, then = [*now, *now.values()], [*then, *then.values()]
     return any(a is not b for a, b in zip(now, then, strict=True))

@@ -63,7 +63,7 @@ class OwnGenerator(NamedTuple):
 class RandomState:
     """The states of some generators; ``nbytes`` of them."""
 
-    def __init__(self, states: Iterable[tuple[_Source, Any]]) -> None:
+    def __init__(self, states: Iterable[OwnGenerator]) -> None:
         self._states = tuple(states)
 
     @property
@@ -73,18 +73,18 @@ class RandomState:
 
     def used(self) -> RandomState | None:
         """Return the states of those generators that were drawn from since; None if none was."""
-        kept = [each for each in self._states if not each[0].is_same(each[1], each[0].now())]
+        kept = [each for each in self._states if each.is_used()]
         return RandomState(kept) if kept else None
 
     def restore(self) -> None:
         """Set the generators to these states."""
-        for source, state in self._states:
-            source.restore(state)
+        for each in self._states:
+            each.undo()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Draw inside from these states; leave the generators as they were found."""
-        found = RandomState((source, source.now()) for source, _ in self._states)
+        found = RandomState(OwnGenerator(source, source.now()) for source, _ in self._states)
         self.restore()
         try:
             yield
@@ -96,13 +96,13 @@ class Generators:
     """The default generators; a state of NumPy's that is still true is not read again."""
 
     def __init__(self) -> None:
-        self._sources = [_CPU, _PYTHON, _Source(self._numpy, _set_numpy, _is_pickled_same)]
+        self._sources = [_CPU, _PYTHON, _Source(self._numpy, np.random.set_state, _is_pickled_same)]
         self._seen: tuple[bytes, Any] = b"", {}
 
     def state(self, devices: Iterable[torch.device]) -> RandomState:
         """Return the states now, with those of these CUDA devices."""
         sources = [*self._sources, *map(_on_device, devices)]
-        return RandomState((source, source.now()) for source in sources)
+        return RandomState(OwnGenerator(source, source.now()) for source in sources)
 
     def _numpy(self) -> Any:
         """Return NumPy's state, which takes 30 microseconds to read."""
@@ -120,10 +120,6 @@ def _words() -> bytes:
     if type(generator) is not np.random.MT19937:
         return b""
     return ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
-
-
-def _set_numpy(state: Any) -> None:
-    np.random.set_state(state)
 
 
 def _is_pickled_same(one: Any, other: Any) -> bool:

@@ -29,7 +29,7 @@ from daf.recompute.call_state import CallState
 from daf.recompute.holder import ReplayKeeper
 from daf.recompute.random_state import Generators
 from daf.recompute.replayed_call import Collector, ReplayedCall, Target
-from daf.recompute.watched_forward import WatchedForward, devices_of, watched
+from daf.recompute.watched_forward import WatchedForward, watched
 from daf.saved_tensors.packed_tensor import SavedTensor
 from daf.torch_compat.autograd_graph import NO_TASK, graph_task
 from daf.torch_compat.compiled_modules import CompiledModules
@@ -114,9 +114,8 @@ class Replays:
         if isinstance(outer, Collector):
             return outer.run_inner(target.forward, arguments, keywords)
         target.calls += 1
-        devices = devices_of(target.module, arguments, keywords)
-        objects = (*arguments, *keywords.values())
-        state = CallState(target.module, target.path, devices, self._generators, objects)
+        place = (target.module, target.path, self._generators)
+        state = CallState(*place, arguments, keywords)
         inputs = Inputs((arguments, keywords), partial(self._hold_input, target.path, outer))
         what = Target(target.path, target.calls, target.forward)
         call = ReplayedCall(self, what, inputs, state)

@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
-
-from daf.recompute.call_inputs import distinct_tensors
 
 # Runs one call of a watched module, with these arguments and keywords.
 Runner = Callable[["WatchedForward", tuple[Any, ...], dict[str, Any]], Any]
@@ -52,9 +49,3 @@ def watched(targets: Sequence[WatchedForward]) -> Iterator[None]:
         for space, own in zip(spaces, before, strict=True):
             space.pop("forward", None)
             space.update(own)
-
-
-def devices_of(module: nn.Module, *inputs: Any) -> set[torch.device]:
-    """Return the devices of the inputs' tensors and of the module's parameters."""
-    tensors = [*distinct_tensors(inputs), *module.parameters()]
-    return {tensor.device for tensor in tensors}
