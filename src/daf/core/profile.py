@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from daf.core.plan import Plan
@@ -251,3 +251,7 @@ class Profiles:
     def changed(self, change: Callable[[Profile], Profile]) -> Profiles:
         """Return both with a change."""
         return Profiles(*map(change, self.every))
+
+    def beside(self, nbytes: int) -> Profiles:
+        """Return both of steps beside which so many more bytes are held."""
+        return self.changed(lambda each: replace(each, resident_bytes=each.resident_bytes + nbytes))

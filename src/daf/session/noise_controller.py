@@ -104,10 +104,7 @@ class NoiseController:
                 replace(context, index=0), room, pool_bytes=self.capture.pool_bytes
             )
             # Measuring loads code and leaves small blocks in the allocator; both stay.
-            stays = max(0, self.memory.held_bytes() - resident)
-            profiles = profiles.changed(
-                lambda each: replace(each, resident_bytes=each.resident_bytes + stays)
-            )
+            profiles = profiles.beside(max(0, self.memory.held_bytes() - resident))
         return self.weighed(profiles)
 
     def weighed(self, profiles: Profiles) -> Profiles:

@@ -127,15 +127,14 @@ class PlanController(Resumable):
             profiles = self.step_profiles.measure(
                 context, budget_bytes, say, can_fuse=self.selector.can_fuse
             )
-        alone = _beside(profiles, -self.users_gradient_bytes)  # they were there meanwhile
+        alone = profiles.beside(-self.users_gradient_bytes)  # they were there meanwhile
         self.growth.note(context.info, alone)
         self.selector.allow(self.allowed())
         return self._beside_users(alone)
 
     def _beside_users(self, profiles: Profiles) -> Profiles:
         """Return the profiles of steps beside the user's gradients, with the margin."""
-        margin_bytes = self.margin_bytes(profiles.own)
-        return _beside(profiles, self.most_users_gradient_bytes + margin_bytes)
+        return profiles.beside(self.most_users_gradient_bytes + self.margin_bytes(profiles.own))
 
     def plan_for(self, context: StepContext) -> Plan:
         """Return the plan for the step that begins now; raises BudgetError before it."""
@@ -162,7 +161,7 @@ class PlanController(Resumable):
         self.most_users_gradient_bytes += max(0, more)
         profiles, budget_bytes = self.selector.profiles, self.budget_bytes
         if more > 0 and profiles is not None and budget_bytes is not None:
-            self.selector.regrow(_beside(profiles, more), budget_bytes)
+            self.selector.regrow(profiles.beside(more), budget_bytes)
 
     def _outgrow(self, context: StepContext, budget_bytes: int) -> None:
         """Plan for a larger batch from smaller ones, if they are near and a plan fits; else forget.
@@ -333,8 +332,3 @@ class PlanController(Resumable):
             self.keeper.open()
         if state["was_searching"] and self.planned_budget_bytes is not None:
             self.selector.search_again(self.planned_budget_bytes)
-
-
-def _beside(profiles: Profiles, nbytes: int) -> Profiles:
-    """Return the profiles of steps beside which so many more bytes are held."""
-    return profiles.changed(lambda each: replace(each, resident_bytes=each.resident_bytes + nbytes))

@@ -335,7 +335,7 @@ class Session(SessionReadings):
         """
         with self._turn():
             self._updates.watch()
-            return self._runner.backward(self._context(batch, loss_fn))
+            return self._runner.run(self._context(batch, loss_fn), updates=False)
 
     def update(self, *, max_grad_norm: float | None = None) -> float | None:
         """Step the optimizer by the gradients that there are; the next ``backward`` clears them.

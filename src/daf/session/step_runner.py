@@ -213,19 +213,12 @@ class StepRunner:
     is_updating: bool = False
     passing_bytes: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)
 
-    def run(self, context: StepContext, max_grad_norm: float | None = None) -> StepReport:
-        """Run one step; ``Session.step`` names what it raises."""
-        return self._run(context, max_grad_norm, "" if max_grad_norm is None else CLIPPED)
-
-    def backward(self, context: StepContext) -> StepReport:
-        """Add one batch's gradient to those of the user; ``Session.backward`` says more."""
-        return self._run(context, None, LEFT_TO_USER)
-
-    def _run(
-        self, context: StepContext, max_grad_norm: float | None, kept_because: str
+    def run(
+        self, context: StepContext, max_grad_norm: float | None = None, *, updates: bool = True
     ) -> StepReport:
-        """Run one step, up to its update if the gradient is the user's."""
-        self.retries.gradient.release.kept_because = kept_because
+        """Run one step, up to its update unless that is made; raises as ``Session.step``."""
+        kept_because = "" if max_grad_norm is None else CLIPPED
+        self.retries.gradient.release.kept_because = kept_because if updates else LEFT_TO_USER
         self.plan_controller.note_accumulated(self.retries.users.nbytes())
         running = self.plan_controller.plan_for(context)
         self.counters.begin_peak()
@@ -234,10 +227,10 @@ class StepRunner:
         loss, running, has_diverged = self._run_watched(context, running)
         if has_diverged:
             return self._go_back(loss, running, 1000 * (time.perf_counter() - start_s))
-        updates, norm = kept_because != LEFT_TO_USER, None
+        norm = self._clip(max_grad_norm) if updates else None
         if updates:
-            norm = self._clip(max_grad_norm)
-            self._update()
+            with self._updating(self._needed_bytes(self.optimizer)):
+                compiler.step(self.optimizer)
             self.retries.users.note_updated()
         if not self.plan_controller.selector.is_settled:
             self.counters.memory.wait()  # plans are compared by whole steps
@@ -277,8 +270,8 @@ class StepRunner:
     def update(self, max_grad_norm: float | None = None) -> float | None:
         """Update the parameters by the gradients that they have; ``Session.update`` says more."""
         norm = self._clip(max_grad_norm)
-        self._reserve(self._needed_bytes(self.optimizer))
-        self._update()
+        with self.users_update(self.optimizer):
+            compiler.step(self.optimizer)
         self.retries.users.note_left()
         return norm
 
@@ -325,10 +318,6 @@ class StepRunner:
                 self.rollback.save_if_good()
         finally:
             self.is_updating = False
-
-    def _update(self) -> None:
-        with self._updating(self._needed_bytes(self.optimizer)):
-            compiler.step(self.optimizer)
 
     def _clip(self, max_grad_norm: float | None) -> float | None:
         if max_grad_norm is None:

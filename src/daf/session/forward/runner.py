@@ -100,11 +100,6 @@ class ForwardRunner(SessionReadings):
         return self._runner.counters.step_index
 
     @property
-    def saved_bytes_to_come(self) -> int:
-        """What calls may save beyond what is alive now."""
-        return max(0, self.saved_bytes_peak - self._capture.stats.held_bytes)
-
-    @property
     def plan(self) -> Plan | None:
         """The plan in force; None before the first call."""
         return self._plan_controller.selector.running
@@ -226,7 +221,7 @@ def trained_beside_bytes(model: nn.Module, profile: Profile) -> int:
     unknown = max(0, len(others) - len(known))
     is_larger = to_come > gradient_bytes(model) + profile.optimizer_bytes
     saved = profile.plain_saved_bytes * (2 if is_larger else 1)
-    alive = sum(each.saved_bytes_to_come for each in known)
+    alive = sum(max(0, e.saved_bytes_peak - e._capture.stats.held_bytes) for e in known)
     return to_come + alive + unknown * (saved + MARGIN_BYTES)
 
 
