@@ -150,7 +150,7 @@ class CutChooser:
         room_bytes = int(self._needed_bytes(found, 2 * cut.least, terse_bytes(found)))
         examples, is_terse = self._room(found, cut.least, min(size, proven), budget_bytes)
         if examples is None:
-            if splitting.is_promised:
+            if splitting.split is True:  # the user's word stands in for the proof
                 return SplitChoice(cut)
             refusal = NO_ROOM_TO_PROVE if size >= 2 * cut.least else NOT_PROVEN
             return SplitChoice(cut, refusal=refusal, proof_bytes=room_bytes)
@@ -163,7 +163,7 @@ class CutChooser:
         )
         self.recover()
         self.proof_ms += 1000.0 * (time.perf_counter() - start_s)
-        if splitting.is_promised:
+        if splitting.split is True:
             return SplitChoice(cut, weighing)
         return SplitChoice(cut, weighing, refusal, frozenset(proof.functions), room_bytes)
 

@@ -91,7 +91,7 @@ class SplitProof:
                 weighing, refusal = self._sketched(some, cut, examples)
             if not refusal and self._snapshot.has_drawn():
                 refusal = _DRAWN
-            return weighing, _WRITTEN if writes.has_written else refusal
+            return weighing, _WRITTEN if writes.written else refusal
         finally:
             self._snapshot.restore()
             writes.restore()
@@ -255,7 +255,8 @@ class SplitProof:
         Where the user allows parts to have statistics of their own, running ones normalise.
         """
         training = [each for each in self._model.modules() if each.training]
-        dropouts = [each for each in training if _is_dropout(each)]
+        theirs = [each for each in training if type(each).__module__ == nn.Dropout.__module__]
+        dropouts = [each for each in theirs if "forward" not in vars(each)]
         quiet = [*dropouts, *(each for each in training if type(each) is nn.MultiheadAttention)]
         if not self._statistics:
             norms = (each for each in training if isinstance(each, AnyBatchNorm))
@@ -271,10 +272,6 @@ class SplitProof:
                 each.training = True
             for each in dropouts:
                 vars(each).pop("forward", None)
-
-
-def _is_dropout(module: nn.Module) -> bool:
-    return type(module).__module__ == nn.Dropout.__module__ and "forward" not in vars(module)
 
 
 def _copied(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -11,6 +11,7 @@ nothing, measures before what the rest of a step takes.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -237,7 +238,8 @@ def _optimizer_refusal(optimizer: torch.optim.Optimizer) -> str:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS looks at all gradients at once and runs the loss several times a step"
-    if not all(map(_is_of_torch, _layers(optimizer.step))):
+    # What is not torch's own, among the step and all that its decorators wrap; else the innermost.
+    if not _is_of_torch(inspect.unwrap(optimizer.step, stop=lambda each: not _is_of_torch(each))):
         return (
             f"the step of {name} is not torch.optim's own, and may look at several gradients at "
             "once (to clip them, say)"
@@ -277,13 +279,6 @@ def _trouble(parameter: Tensor, storages: set[int]) -> str:
         return "shares its memory with another one, so that their order of updates matters"
     storages.add(address)
     return ""
-
-
-def _layers(step: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
-    """Yield a function and what its decorators wrap, outermost first."""
-    while step is not None:
-        yield step
-        step = getattr(step, "__wrapped__", None)
 
 
 def _is_of_torch(function: Any) -> bool:

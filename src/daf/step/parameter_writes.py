@@ -26,7 +26,7 @@ class ParameterWrites(TorchFunctionMode):
         parameters = (each for each in model.parameters() if type(each) is nn.Parameter)
         strided = (each for each in parameters if each.layout is torch.strided)
         self._unwritten = {storage_address(each): each for each in strided}
-        self._written: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.written: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its memory, values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator; PyTorch calls this."""
@@ -43,17 +43,12 @@ class ParameterWrites(TorchFunctionMode):
             parameter = self._unwritten.pop(storage_address(tensor), None)
             if parameter is not None:
                 data = parameter.data
-                self._written.append((parameter, data, data.clone()))
-
-    @property
-    def has_written(self) -> bool:
-        """True if anything wrote a parameter."""
-        return bool(self._written)
+                self.written.append((parameter, data, data.clone()))
 
     def restore(self) -> None:
         """Give every parameter that was written its memory and values back."""
         with torch.no_grad():
-            for parameter, data, values in self._written:
+            for parameter, data, values in self.written:
                 data.copy_(values)
                 if parameter.data_ptr() != data.data_ptr():
                     parameter.data = data

@@ -70,11 +70,6 @@ class Splitting:
         self._proven: dict[Hashable, SplitChoice] = {}
         self._resumed: SplitChoice | None = None
 
-    @property
-    def is_promised(self) -> bool:
-        """True if the user's word stands in for the proof."""
-        return self.split is True
-
     def cuts(self, batch: Any) -> Iterator[BatchCut]:
         """Yield ways to cut the batch, the likeliest first; raises as ``possible_cuts``."""
         if isinstance(self.split, BatchSplit):
