@@ -85,8 +85,8 @@ class Sensitivity:
             )
         return self.added_variance(treatments) / self.batch_variance
 
-    def refreshed(self, newer: Sensitivity, share: float = 0.5) -> Sensitivity:
-        """Return an exponential average with a later measurement, which counts ``share``.
+    def refreshed(self, newer: Sensitivity) -> Sensitivity:
+        """Return an exponential average with a later measurement, which counts half.
 
         Sites known to one only are taken from it; if they differ in ``relative``, the newer counts.
         """
@@ -100,17 +100,17 @@ class Sensitivity:
                 sites[site] = new if new.variance_per_error else old  # one knew nothing of it
                 continue
             sites[site] = SiteSensitivity(
-                _mixed(old.variance_per_error, new.variance_per_error, share),
-                _mixed_error(old.standard_error, new.standard_error, share),
+                _mixed(old.variance_per_error, new.variance_per_error),
+                _mixed_error(old.standard_error, new.standard_error),
                 new.prior,
             )
         own, error = newer.batch_variance, newer.batch_variance_error
         if own is None:
             own, error = scaled.batch_variance, scaled.batch_variance_error
         elif scaled.batch_variance is not None:
-            own = _mixed(scaled.batch_variance, own, share)
-            error = _mixed_error(scaled.batch_variance_error, error, share)
-        energy = _mixed(self.gradient_energy, newer.gradient_energy, share)
+            own = _mixed(scaled.batch_variance, own)
+            error = _mixed_error(scaled.batch_variance_error, error)
+        energy = _mixed(self.gradient_energy, newer.gradient_energy)
         passes = self.passes + newer.passes
         return Sensitivity(sites, energy, newer.examples, passes, own, error, newer.relative)
 
@@ -152,9 +152,9 @@ class Sensitivity:
         return found
 
 
-def _mixed(old: float, new: float, share: float) -> float:
-    return (1.0 - share) * old + share * new
+def _mixed(old: float, new: float) -> float:
+    return 0.5 * old + 0.5 * new
 
 
-def _mixed_error(old: float, new: float, share: float) -> float:
-    return float(((1.0 - share) ** 2 * old**2 + share**2 * new**2) ** 0.5)
+def _mixed_error(old: float, new: float) -> float:
+    return float((0.25 * old**2 + 0.25 * new**2) ** 0.5)

@@ -49,11 +49,6 @@ class Schedule:
     planned_ms: float = 0.0  # making plans by new numbers, and searching better ones beside steps
     plans: int = 0
 
-    @property
-    def usual_planning_ms(self) -> float:
-        """Mean time of a new plan so far, its search included; 0 before the first."""
-        return self.planned_ms / max(1, self.plans)
-
     def allows(self, expected_ms: float) -> bool:
         """True if a measurement that will take ``expected_ms`` may begin now."""
         spent_ms = self.measured_ms + self.planned_ms
@@ -149,7 +144,8 @@ class SensitivityTracker(Resumable):
             return False
         share = self._examples(batch_size) / max(1, batch_size)
         expected_ms = self.last_ms if self.last_ms is not None else PASSES * share * step_ms
-        return self.schedule.allows(expected_ms + self.schedule.usual_planning_ms)
+        plan_ms = self.schedule.planned_ms / max(1, self.schedule.plans)  # mean, searches included
+        return self.schedule.allows(expected_ms + plan_ms)
 
     def measure(
         self,
