@@ -204,7 +204,10 @@ class Governor:
             self._may_rise_since_s = None
         elif not self._may_rise(goal, before):
             return self.reading
-        return Reading(_stepped(goal), goal.reason)
+        budget_bytes, step = goal.budget_bytes, step_bytes(goal.budget_bytes)
+        if goal.is_live:
+            budget_bytes = max(1, budget_bytes // step * step)
+        return Reading(budget_bytes, goal.reason)
 
     def _read_bounds(self, request: Request) -> tuple[Bound, ...]:
         if self.bounds is not None:
@@ -251,11 +254,3 @@ class Governor:
 def step_bytes(budget_bytes: int) -> int:
     """Return the least move of a budget that follows a live limit: a power of two."""
     return max(STEP_BYTES, 1 << max(1, budget_bytes // STEPS).bit_length() - 1)
-
-
-def _stepped(goal: Goal) -> int:
-    """Return the goal, rounded down to a step if it follows a live limit."""
-    if not goal.is_live:
-        return goal.budget_bytes
-    step = step_bytes(goal.budget_bytes)
-    return max(1, goal.budget_bytes // step * step)

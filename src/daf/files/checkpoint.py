@@ -83,10 +83,8 @@ def read_whole(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    start = len(_MODEL)
-    model.load_state_dict(
-        {name[start:]: tensor for name, tensor in tensors.items() if name.startswith(_MODEL)}
-    )
+    own = (name for name in tensors if name.startswith(_MODEL))
+    model.load_state_dict({name.removeprefix(_MODEL): tensors[name] for name in own})
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
