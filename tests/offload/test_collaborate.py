@@ -44,9 +44,7 @@ def test_many_tensors_are_split_in_little_time_and_no_worse_than_either_side() -
     rates, tries = Rates(gpu_pack=9000.0, cpu_pack=3000.0, link=9000.0), []
     with pytest.MonkeyPatch.context() as patch:
         own = simulate
-        patch.setattr(
-            routing, "simulate", lambda *given_: tries.append(1) or own(*given_)
-        )
+        patch.setattr(routing, "simulate", lambda *given_: tries.append(1) or own(*given_))
         found = split(tensors, rates, 100.0)
     assert len(tries) <= 17
     alone = [simulate(tensors, [route] * 500, rates, 100.0) for route in Route]

@@ -21,11 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from daf.kernels.triton import bit_codecs as triton_bits
-from daf.kernels.triton import channel_norm_kernels as triton_norm_kernels
 from daf.kernels.triton import minmax as triton_minmax
+from daf.kernels.triton import norm_kernels as triton_norm_kernels
 from daf.kernels.triton import reduction_kernels as triton_reduction_kernels
 from daf.kernels.triton import rotated as triton_rotated
-from daf.kernels.triton import row_norm_kernels as triton_row_kernels
 from daf.kernels.triton.launch import Affine
 from daf.kernels.triton.planes import NO_PLANES, PlaneWords
 from daf.kernels.triton.reductions import Runs, SideBySide
@@ -109,15 +108,15 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
             add(sums.channel_span_sums, COLUMNS=8, **read)
             add(sums.side_by_side_sums, SPANS=8, COLUMNS=128, **read)
             add(norms.write_gradient, BLOCKS=4, **read)
-            add(triton_row_kernels.row_factors, CENTRED=True, ROWS=8, **read)
-            add(triton_row_kernels.column_span_sums, SPAN_ROWS=256, COLUMNS=128, **read)
+            add(norms.row_factors, CENTRED=True, ROWS=8, **read)
+            add(norms.column_span_sums, SPAN_ROWS=256, COLUMNS=128, **read)
     add(norms.channel_statistics, COLUMNS=128)
     add(norms.channel_factors, COLUMNS=128)
     for width in (1, 64, 4096):
         shape = {"WIDTH": width, "LEVELS": width.bit_length() - 1, "COLUMNS": min(8, 4096 // width)}
         add(triton_reduction_kernels.fold_halves, **shape)
-    add(triton_row_kernels.row_affines, TYPE=1, CENTRED=True, ROWS=8)
-    add(triton_row_kernels.add_spans, COLUMNS=128)
+    add(norms.row_affines, TYPE=1, CENTRED=True, ROWS=8)
+    add(norms.add_spans, COLUMNS=128)
     for bits in (5, 64):
         add(triton_bits.encode_integers, BITS=bits, **CODED)
         add(triton_bits.decode_integers, BITS=bits, **CODED)
@@ -138,7 +137,7 @@ def signature_of(kernel: object, constants: dict[str, object]) -> dict[str, str]
     elements = ELEMENTS[constants.get("TYPE", 1)]
     types |= dict.fromkeys(("source", "destination", "gradient", "addend"), elements)
     types["values"] = ELEMENTS[constants.get("VALUE_TYPE", 0)]
-    if kernel is triton_row_kernels.column_span_sums:
+    if kernel is triton_norm_kernels.column_span_sums:
         types |= dict.fromkeys(("sums", "products"), "*fp32")
     if kernel is triton_reduction_kernels.fold_halves:
         types["rows"] = "*fp64"
@@ -146,7 +145,7 @@ def signature_of(kernel: object, constants: dict[str, object]) -> dict[str, str]
         ("affine", "result"), AFFINE
     )
     types |= SHAPES
-    if "first_block" in kernel.arg_names or kernel is triton_row_kernels.row_factors:
+    if "first_block" in kernel.arg_names or kernel is triton_norm_kernels.row_factors:
         types["of_value"] = AFFINE
     types |= {name: value for name, value in constants.items() if isinstance(value, PlaneWords)}
     return {
@@ -181,7 +180,7 @@ def test_every_kernel_compiles_to_plain_ieee_arithmetic(kernel, constants) -> No
     if kernel is triton_rotated.encode_rotated:
         assert "div.rn.f32" in ptx
         assert "sqrt.rn.f32" in ptx
-    if kernel in (triton_norm_kernels.channel_statistics, triton_row_kernels.row_affines):
+    if kernel in (triton_norm_kernels.channel_statistics, triton_norm_kernels.row_affines):
         assert "div.rn.f64" in ptx
         assert "sqrt.rn.f64" in ptx
 

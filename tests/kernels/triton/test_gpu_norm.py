@@ -50,8 +50,7 @@ from daf.kernels.normalisation import (
     RunningStatistics,
 )
 from daf.kernels.normalisation import Sums as DeviceSums
-from daf.kernels.triton import channel_norm as triton_norm
-from daf.kernels.triton import row_norm as triton_rows
+from daf.kernels.triton import norms as triton_norm
 from daf.kernels.triton.backend import TritonBackend
 from daf.kernels.triton.planes import DevicePlanes
 
@@ -238,7 +237,7 @@ def test_rows_are_the_oracle_s(cases, rows, length, centred) -> None:
     measured = Channels(
         *torch.full((2, rows), 7.0, dtype=torch.float32, device=DEVICE).unbind(), length
     )
-    triton_rows.measure_rows(elements(narrow(x, kind), kind), measured, 1e-5, centred=centred)
+    triton_norm.measure_rows(elements(narrow(x, kind), kind), measured, 1e-5, centred=centred)
     assert bytes_of(measured.scale) == affine.scale.tobytes()
     assert bytes_of(measured.shift) == affine.shift.tobytes()
 
@@ -250,7 +249,7 @@ def test_rows_are_the_oracle_s(cases, rows, length, centred) -> None:
             values, gradient, affine.scale, weight, centred=centred
         )
         on_device = None if weight is None else to_device(weight)
-        products = triton_rows.RowProducts(
+        products = triton_norm.RowProducts(
             given, theirs.scale, length, on_device, centred=centred, summing=True
         )
         step = products.span_blocks
@@ -381,8 +380,8 @@ def test_a_normalisation_runs_its_own_kernels_and_no_operators_beside(
         backend.gradient_factors(
             sums, geometry, statistics.inverse_deviation, vector, (vector, None)
         )
-        triton_rows.measure_rows(x, affine, 1e-5, centred=True)
-        products = triton_rows.RowProducts(x, affine.scale, 100, None, centred=True, summing=False)
+        triton_norm.measure_rows(x, affine, 1e-5, centred=True)
+        products = triton_norm.RowProducts(x, affine.scale, 100, None, centred=True, summing=False)
         products.add(triton_norm.Values(x, (0, block_count(1200)), affine))
         beside = seen.names - VIEWS
         assert (x[:1] / 3).isfinite().all()
@@ -399,12 +398,12 @@ def test_what_the_kernels_refuse() -> None:
     with pytest.raises(KernelError, match="give a range within"):
         triton_norm.derive(x, forward, Decoding(x, blocks=(0, 4)))
     with pytest.raises(KernelError, match="give a length that divides"):
-        triton_rows.RowProducts(x, x[:1], 7, None, centred=True, summing=False)
+        triton_norm.RowProducts(x, x[:1], 7, None, centred=True, summing=False)
     with pytest.raises(KernelError, match="300 rows by 7 scales"):
-        triton_rows.RowProducts(x, x[:7], 2, None, centred=True, summing=False)
+        triton_norm.RowProducts(x, x[:7], 2, None, centred=True, summing=False)
     with pytest.raises(KernelError, match="300 rows into 3 places"):
-        triton_rows.measure_rows(x, Channels(x[:3], x[:3], 2), 1e-5, centred=True)
-    summing = triton_rows.RowProducts(x, x[:300], 2, None, centred=True, summing=False)
+        triton_norm.measure_rows(x, Channels(x[:3], x[:3], 2), 1e-5, centred=True)
+    summing = triton_norm.RowProducts(x, x[:300], 2, None, centred=True, summing=False)
     assert summing.columns() is None
     with pytest.raises(KernelError, match="spans have 512"):
         summing.add(triton_norm.Values(x[:256], (0, 1)))

@@ -30,7 +30,7 @@ from daf.kernels.normalisation import (
     Sums,
     Values,
 )
-from daf.kernels.triton import channel_norm, codecs, reductions, row_norm
+from daf.kernels.triton import codecs, norms, reductions
 from daf.kernels.triton.launch import elements_in
 
 
@@ -38,13 +38,13 @@ class TritonBackend(Backend):
     """The backend of GPUs, on the current stream of the tensors' device."""
 
     measure_ranges = staticmethod(reductions.measure_ranges)
-    gradient_factors = staticmethod(channel_norm.channel_factors)
+    gradient_factors = staticmethod(norms.channel_factors)
 
     def encode_values(self, code: CodedValues, encoding: Encoding) -> bool:
         """Measure, encode and write the output, by a kernel each; only the device knows of NaN."""
         source, channels, rows, output = encoding
         if rows is not None and channels is not None:
-            row_norm.measure_rows(_items(source), channels, rows.epsilon, centred=rows.centred)
+            norms.measure_rows(_items(source), channels, rows.epsilon, centred=rows.centred)
         codecs.encode_values(code, _items(source), channels)
         if output is not None:
             self.emit(encoding._replace(rows=None))
@@ -65,22 +65,20 @@ class TritonBackend(Backend):
         self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
     ) -> Statistics:
         sums = reductions.measure_sums(_items(x), geometry.channels, geometry.inner)
-        return channel_norm.channel_statistics(sums, geometry.per_channel, epsilon, running)
+        return norms.channel_statistics(sums, geometry.per_channel, epsilon, running)
 
     def emit(self, encoding: Encoding) -> None:
         source, forward, rows, output = encoding
         assert forward is not None
         assert output is not None
         if rows is not None:
-            row_norm.measure_rows(_items(source), forward, rows.epsilon, centred=rows.centred)
+            norms.measure_rows(_items(source), forward, rows.epsilon, centred=rows.centred)
         addend = None if output.addend is None else _items(output.addend)
-        channel_norm.emit(
-            _items(source), forward, output._replace(out=_items(output.out), addend=addend)
-        )
+        norms.emit(_items(source), forward, output._replace(out=_items(output.out), addend=addend))
 
     def derive(self, values: KeptValues, decoding: Decoding) -> None:
         x, forward = values
-        channel_norm.derive(_items(x), forward, decoding._replace(out=_items(decoding.out)))
+        norms.derive(_items(x), forward, decoding._replace(out=_items(decoding.out)))
 
     def sum_gradient(self, values: Values, given: MaskedGradient, geometry: Geometry) -> Sums:
         gradient, mask, written = given
@@ -90,7 +88,7 @@ class TritonBackend(Backend):
             items, mask = _items(written), None
         elif written is not None and written is not gradient:
             written.copy_(gradient)
-        sums = channel_norm.ChannelProducts(items, geometry.channels, geometry.inner)
+        sums = norms.ChannelProducts(items, geometry.channels, geometry.inner)
         for part in self._parts(values, sums.span_blocks, items.device):
             sums.add(part, mask)
         return sums.totals()
@@ -102,33 +100,33 @@ class TritonBackend(Backend):
         of_value, of_gradient = factors
         items, out, mask = _items(given.gradient), _items(given.written), given.mask
         for part in self._parts(values, 1, items.device):
-            channel_norm.write_gradient(items, part, out, of_gradient.scale, of_value, mask=mask)
+            norms.write_gradient(items, part, out, of_gradient.scale, of_value, mask=mask)
 
     def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:
         """Run two passes over the values: sums by rows and columns, then the input's gradient."""
         given = _items(job.gradient)
         options = {"centred": job.centred, "summing": job.summing}
-        products = row_norm.RowProducts(given, job.scale, job.length, job.gamma, **options)
+        products = norms.RowProducts(given, job.scale, job.length, job.gamma, **options)
         self._add_rows(products, values, given.device)
         columns = products.columns()
         if job.written is not None:
             out, factors = _items(job.written), (job.scale, products.of_value)
             for part in self._parts(values, 1, given.device):
-                channel_norm.write_gradient(given, part, out, *factors, gamma=job.gamma)
+                norms.write_gradient(given, part, out, *factors, gamma=job.gamma)
         return columns
 
-    def _add_rows(self, products: row_norm.RowProducts, values: Values, device: Any) -> None:
+    def _add_rows(self, products: norms.RowProducts, values: Values, device: Any) -> None:
         """Add all parts; the last part's memory is free on return, for the second pass."""
         for part in self._parts(values, products.span_blocks, device):
             products.add(part)
 
     def _parts(
         self, values: Values, span_blocks: int, device: torch.device
-    ) -> Iterator[channel_norm.Values]:
+    ) -> Iterator[norms.Values]:
         """Yield whole spans, as many blocks at a time as a part holds."""
         if isinstance(values, KeptValues):
             whole = (0, block_count(values.x.numel()))
-            yield channel_norm.Values(_items(values.x), whole, values.forward)
+            yield norms.Values(_items(values.x), whole, values.forward)
             return
         # They are decoded into memory that the next part reuses.
         count, blocks = values.elements, block_count(values.elements)
@@ -139,7 +137,7 @@ class TritonBackend(Backend):
             here = (first, min(blocks, first + step))
             part = room[: elements_in(here, count)]
             codecs.decode_values(values, Decoding(part, blocks=here))
-            yield channel_norm.Values(part, here)
+            yield norms.Values(part, here)
 
 
 def _items(tensor: Tensor) -> Tensor:
