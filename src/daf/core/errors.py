@@ -112,3 +112,7 @@ class CommittedStepError(DafError):
 
 class DoubleBackwardError(DafError, RuntimeError):
     """A second derivative was asked of an operator that has only a first."""
+
+
+class HostError(DafError, RuntimeError):
+    """A training loop of another library asks for what it cannot have within a budget."""

@@ -1,0 +1,167 @@
+"""TRL's trainers within a budget: supervised, by preferences, and of rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("trl", reason="the extra `hosts` has it")
+pytest.importorskip("datasets", reason="TRL needs it")
+
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+)
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+import daf
+from daf.integrations.transformers import budgeted
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+WORDS, LENGTH, ROWS = 200, 64, 8
+ROOM_BYTES = 100_000_000
+Budget = Callable[[int], int]
+Same = Callable[[nn.Module, nn.Module], None]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"[PAD]": 0, "[EOS]": 1, "[UNK]": 2, **{f"w{i}": i for i in range(3, WORDS)}}
+    made = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = Whitespace()
+    names = {"pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+def config() -> LlamaConfig:
+    sizes = {"hidden_size": 64, "intermediate_size": 1024, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return LlamaConfig(vocab_size=WORDS, num_labels=1, **sizes, **heads, **ends)
+
+
+def sentence(generator: torch.Generator, least: int = 16) -> str:
+    length = int(torch.randint(least, LENGTH - 2, (), generator=generator))
+    return " ".join(f"w{i}" for i in torch.randint(3, WORDS, (length,), generator=generator))
+
+
+def rows(*fields: str, count: int = 64) -> Dataset:
+    generator = torch.Generator().manual_seed(3)
+    return Dataset.from_dict(
+        {name: [sentence(generator) for _ in range(count)] for name in fields}
+    )
+
+
+def options(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": ROWS,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 20,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 0.5,
+        "logging_steps": 4,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+
+
+def supervised(folder: Path) -> Trainer:
+    torch.manual_seed(0)
+    return SFTTrainer(
+        LlamaForCausalLM(config()),
+        args=SFTConfig(max_length=LENGTH, **options(folder)),
+        train_dataset=rows("text"),
+        processing_class=tokenizer(),
+    )
+
+
+def preferred(folder: Path) -> Trainer:
+    torch.manual_seed(0)
+    return DPOTrainer(
+        LlamaForCausalLM(config()),
+        ref_model=LlamaForCausalLM(config()),
+        args=DPOConfig(max_length=LENGTH, **options(folder)),
+        train_dataset=rows("prompt", "chosen", "rejected"),
+        processing_class=tokenizer(),
+    )
+
+
+def rewarded(folder: Path) -> Trainer:
+    torch.manual_seed(0)
+    return RewardTrainer(
+        LlamaForSequenceClassification(config()),
+        args=RewardConfig(max_length=LENGTH, **options(folder)),
+        train_dataset=rows("chosen", "rejected"),
+        processing_class=tokenizer(),
+    )
+
+
+def pairs(batch: dict[str, Any]) -> int:
+    return int(batch["input_ids"].shape[0]) // 2
+
+
+def some_pairs(batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+    """TRL stacks all chosen completions, then all rejected ones."""
+    half = pairs(batch)
+
+    def taken(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape[0] != 2 * half:
+            return value
+        return torch.cat([value[start:stop], value[half + start : half + stop]])
+
+    return {name: taken(value) for name, value in batch.items()}
+
+
+def logged(trainer: Trainer, name: str) -> list[float]:
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
+@pytest.mark.parametrize(
+    ("make", "split", "metric"),
+    [
+        (supervised, "auto", "num_tokens"),
+        (preferred, daf.BatchSplit(pairs, some_pairs), "rewards/margins"),
+        (rewarded, daf.BatchSplit(pairs, some_pairs), "margin"),
+    ],
+)
+def test_twenty_steps_are_the_host_s_own(
+    make: Callable[[Path], Trainer],
+    split: Any,
+    metric: str,
+    tmp_path: Path,
+    budget: Budget,
+    same_weights: Same,
+) -> None:
+    plain = make(tmp_path)
+    plain.train()
+    bound = budget(ROOM_BYTES)
+    ours = budgeted(make(tmp_path), bound, tolerance=0, split=split)
+    ours.train()
+    same_weights(ours.model, plain.model)
+    assert logged(ours, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-3, abs=1e-4)
+    assert logged(ours, metric) == pytest.approx(logged(plain, metric), rel=1e-2, abs=1e-3)
+    assert ours.daf_session.peak_bytes <= bound
+    print(ours.daf_report.micro_batch, ours.daf_session.split_refusal, ours.daf_session.plan)
+
+
+def test_rows_that_belong_in_pairs_are_not_cut(tmp_path: Path, budget: Budget) -> None:
+    ours = budgeted(preferred(tmp_path), budget(4 * ROOM_BYTES), tolerance=0)
+    ours.args.max_steps = 1
+    ours.train()
+    assert "add up" in ours.daf_session.split_refusal
