@@ -112,9 +112,7 @@ def test_twenty_steps_are_the_host_s_own(
     plain = Trainer(make(), arguments(tmp_path), train_dataset=data())
     plain.train()
     bound = budget(ROOM_BYTES)
-    ours = budgeted(
-        Trainer(make(), arguments(tmp_path), train_dataset=data()), bound, tolerance=0
-    )
+    ours = budgeted(Trainer(make(), arguments(tmp_path), train_dataset=data()), bound, tolerance=0)
     ours.train()
     same_weights(ours.model, plain.model)
     assert losses(ours) == pytest.approx(losses(plain), rel=1e-4)

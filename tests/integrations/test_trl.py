@@ -31,7 +31,6 @@ from daf.integrations.transformers import budgeted
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 WORDS, LENGTH, ROWS = 200, 64, 8
-ROOM_BYTES = 100_000_000
 Budget = Callable[[int], int]
 Same = Callable[[nn.Module, nn.Module], None]
 
@@ -58,9 +57,7 @@ def sentence(generator: torch.Generator, least: int = 16) -> str:
 
 def rows(*fields: str, count: int = 64) -> Dataset:
     generator = torch.Generator().manual_seed(3)
-    return Dataset.from_dict(
-        {name: [sentence(generator) for _ in range(count)] for name in fields}
-    )
+    return Dataset.from_dict({name: [sentence(generator) for _ in range(count)] for name in fields})
 
 
 def options(folder: Path) -> dict[str, Any]:
@@ -71,7 +68,7 @@ def options(folder: Path) -> dict[str, Any]:
         "max_steps": 20,
         "learning_rate": 1e-3,
         "max_grad_norm": 0.5,
-        "logging_steps": 4,
+        "logging_steps": 2,
         "save_strategy": "no",
         "report_to": [],
         "use_cpu": True,
@@ -132,36 +129,42 @@ def logged(trainer: Trainer, name: str) -> list[float]:
     return [row[name] for row in trainer.state.log_history if name in row]
 
 
-@pytest.mark.parametrize(
-    ("make", "split", "metric"),
-    [
-        (supervised, "auto", "num_tokens"),
-        (preferred, daf.BatchSplit(pairs, some_pairs), "rewards/margins"),
-        (rewarded, daf.BatchSplit(pairs, some_pairs), "margin"),
-    ],
-)
-def test_twenty_steps_are_the_host_s_own(
+CUT = daf.BatchSplit(pairs, some_pairs)
+TRAININGS = [
+    pytest.param(supervised, "auto", "num_tokens", 100_000_000, id="supervised"),
+    pytest.param(preferred, "auto", "rewards/margins", 240_000_000, id="preferred"),
+    pytest.param(rewarded, CUT, "margin", 100_000_000, id="rewarded"),
+]
+
+
+@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("make", "split", "metric", "room_bytes"), TRAININGS)
+def test_steps_are_the_host_s_own(
     make: Callable[[Path], Trainer],
     split: Any,
     metric: str,
+    room_bytes: int,
+    steps: int,
     tmp_path: Path,
     budget: Budget,
     same_weights: Same,
 ) -> None:
+    """Its metrics too, which each loss adds to: what measures is not counted."""
     plain = make(tmp_path)
+    plain.args.max_steps = steps
     plain.train()
-    bound = budget(ROOM_BYTES)
+    bound = budget(room_bytes)
     ours = budgeted(make(tmp_path), bound, tolerance=0, split=split)
+    ours.args.max_steps = steps
     ours.train()
     same_weights(ours.model, plain.model)
     assert logged(ours, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-3, abs=1e-4)
     assert logged(ours, metric) == pytest.approx(logged(plain, metric), rel=1e-2, abs=1e-3)
     assert ours.daf_session.peak_bytes <= bound
-    print(ours.daf_report.micro_batch, ours.daf_session.split_refusal, ours.daf_session.plan)
 
 
 def test_rows_that_belong_in_pairs_are_not_cut(tmp_path: Path, budget: Budget) -> None:
-    ours = budgeted(preferred(tmp_path), budget(4 * ROOM_BYTES), tolerance=0)
+    ours = budgeted(preferred(tmp_path), budget(400_000_000), tolerance=0)
     ours.args.max_steps = 1
     ours.train()
     assert "add up" in ours.daf_session.split_refusal

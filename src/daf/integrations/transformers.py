@@ -50,7 +50,7 @@ def budgeted(trainer: Trainer, budget: Budget, **options: Any) -> Trainer:
         HostError: it trains in several processes or on several GPUs.
     """
     kind = type(trainer)
-    if not isinstance(trainer, BudgetedTrainer):
+    if not issubclass(kind, BudgetedTrainer):
         same = {"__doc__": kind.__doc__, "__module__": kind.__module__}
         trainer.__class__ = type(kind.__name__, (BudgetedTrainer, kind), same)
     trainer.bound(budget, options)
@@ -216,7 +216,9 @@ class SessionState(TrainerCallback, ExportableState):  # type: ignore[misc]
     def adopt(trainer: Trainer, session: Session) -> None:
         """Save this session's state from now on; begin it as the resumed checkpoint's ended."""
         name, known = SessionState.__name__, trainer.state.stateful_callbacks
-        found = known.setdefault(name, {"args": {}, "attributes": {}})  # of a plain checkpoint: none
+        found = known.setdefault(
+            name, {"args": {}, "attributes": {}}
+        )  # of a plain checkpoint: none
         if (saved := found["attributes"].get("saved")) is not None:
             session.load_state_dict(saved)
         for each in trainer.callback_handler.callbacks:
