@@ -110,8 +110,7 @@ class BudgetedTrainer(Trainer):  # type: ignore[misc]
             with self._without_checkpointing():
                 return super().train(*args, **kwargs)
         finally:
-            if self.daf_session is not None:
-                self.daf_session.close()
+            self._end_session()
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's own step, whose backward pass is the session's."""
@@ -161,13 +160,16 @@ class BudgetedTrainer(Trainer):  # type: ignore[misc]
             loss.fill_(self.daf_report.loss * share)  # the host returns and logs it
         self._show(self.daf_report)
 
+    def _end_session(self) -> None:
+        if self.daf_session is not None:
+            self.daf_session.close()
+
     def _open_session(self) -> Session:
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         session = self.daf_session
         if session is not None and session.optimizer is optimizer:
             return session
-        if session is not None:
-            session.close()
+        self._end_session()
         model = self.accelerator.unwrap_model(self.model)
         session = self.daf_session = Session(
             model, optimizer, self._daf_budget, **self._daf_options
