@@ -71,8 +71,8 @@ def test_accelerate(budget: Callable[[int], int], same_weights: Same) -> None:
             plain["scheduler"].step()
             optimizer.zero_grad()
     ours = prepared()
-    bound = budget(30_000_000)
-    run("def loss_of", ours, bound)
+    bound = budget(50_000_000)
+    run("accelerator.scaler", ours, bound)
     run("accelerator.accumulate", ours, bound)
     same_weights(ours["model"], model)
     assert ours["session"].peak_bytes <= bound
@@ -93,7 +93,7 @@ def test_accelerate_s_finder_recognises_a_refusal(budget: Callable[[int], int]) 
                 optimizer.step()
                 optimizer.zero_grad()
 
-    bound = budget(25_000_000)
+    bound = budget(50_000_000)
     train()
     assert len(tried) > 1
     assert not owners.living()
