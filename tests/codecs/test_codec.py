@@ -13,7 +13,7 @@ from torch import Tensor
 from daf.codecs.codes import ElementsCode, ValueCode
 from daf.codecs.layout import is_dense, layout_of, overlaps
 from daf.core.code_format import Predicate, header_bytes, plane_bytes
-from daf.core.errors import CodecError
+from daf.core.errors import CodecError, KernelError
 from daf.core.policy import Method, Treatment
 from daf.kernels import Codec
 from daf.kernels.normalisation import Channels, ElementCode
@@ -139,10 +139,11 @@ def test_encoding_through_channels_codes_the_mapped_values() -> None:
     assert torch.equal(*outs)
 
 
-def test_derivative_codes_find_the_interval() -> None:
+def test_derivative_codes_find_the_line() -> None:
     tensor = torch.tensor([-2.0, -0.5, 0.5, 2.0])
-    borders, levels = torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([10.0, 20.0, 30.0, 40.0])
-    intervals = ElementCode(Codec.DERIVATIVE, table=borders)
+    borders, levels = torch.linspace(-1.4, 1.4, 15), torch.tensor([10.0, 20.0, 30.0, 40.0])
+    constant = torch.cat([borders, torch.zeros(16), torch.arange(4.0).repeat_interleave(4)])
+    intervals = ElementCode(Codec.DERIVATIVE, table=constant)
     code = coded(tensor, 2, intervals, PlainStore())
     out = torch.empty(4)
     code.decode(out, table=levels)
@@ -150,6 +151,12 @@ def test_derivative_codes_find_the_interval() -> None:
     store = PlainStore()
     assert ElementsCode.encode(store, torch.tensor([math.nan]), 2, intervals) is None
     assert store.live_bytes == 0
+
+
+@pytest.mark.parametrize("table", [None, torch.tensor([-1.0, 0.0, 1.0]), torch.zeros(47).double()])
+def test_derivative_codes_refuse_other_tables(table: Tensor | None) -> None:
+    with pytest.raises(KernelError, match="asked for 47 lines' numbers"):
+        coded(torch.randn(4), 2, ElementCode(Codec.DERIVATIVE, table=table), PlainStore())
 
 
 def test_bytes_are_given_back_with_the_last_reference() -> None:

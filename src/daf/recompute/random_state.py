@@ -96,7 +96,7 @@ class Generators:
     """The default generators; a state of NumPy's that is still true is not read again."""
 
     def __init__(self) -> None:
-        self._sources = [_CPU, _PYTHON, _Source(self._numpy, np.random.set_state, _is_pickled_same)]
+        self._sources = [_CPU, _PYTHON, _Source(self._numpy, _set_numpy, _is_pickled_same)]
         self._seen: tuple[bytes, Any] = b"", {}
 
     def state(self, devices: Iterable[torch.device]) -> RandomState:
@@ -142,3 +142,7 @@ def _nbytes(state: Any) -> int:
 
 _CPU = _Source(torch.get_rng_state, torch.set_rng_state, torch.equal)
 _PYTHON = _Source(random.getstate, random.setstate, _is_same_python)
+
+
+def _set_numpy(state: Any) -> None:
+    np.random.set_state(state)  # which takes 2 MB, so that it is not imported for its name

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import daf._native as _native
 from daf.core.code_format import ElementType
+from daf.core.code_tables import DERIVATIVE_PIECES
 from daf.kernels import (
     ChannelAffine,
     ChannelSums,
@@ -21,6 +22,7 @@ from daf.kernels import (
 )
 from daf.kernels.backend import Backend, element_type
 from daf.kernels.cpu import codecs, reductions
+from daf.kernels.cpu.checks import checked_table
 from daf.kernels.cpu.job import Job
 from daf.kernels.normalisation import (
     Channels,
@@ -53,11 +55,15 @@ class CpuBackend(Backend):
         codecs.decode(code.codec, _writing(decoding, code.elements, **_coded(code)))
 
     def encode_elements(self, source: Tensor, planes: Any, code: ElementCode) -> bool:
+        if code.codec is Codec.DERIVATIVE:
+            checked_table("lines' numbers", code.table, 3 * DERIVATIVE_PIECES - 1)
         job = _of_elements(source, planes.fields, code)
         job = job._replace(source=source.data_ptr(), affine=_affine(code.channels))
         return not codecs.encode(code.codec, job)
 
     def decode_elements(self, planes: Any, out: Tensor, code: ElementCode) -> None:
+        if code.codec is Codec.DERIVATIVE:
+            checked_table("levels", code.table, 2**planes.fields.bits)
         job = _of_elements(out, planes.fields, code)
         job = job._replace(destination=out.data_ptr(), after=_affine(code.channels))
         codecs.decode(code.codec, job)

@@ -6,6 +6,9 @@ import ctypes
 from itertools import pairwise
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, ChannelSums, PageFields
 
@@ -50,6 +53,25 @@ def check_borders(address: int, count: int) -> None:
     borders = (ctypes.c_float * count).from_address(address)
     if not all(low < high for low, high in pairwise(borders)) or borders[0] != borders[0]:
         raise KernelError(f"asked for borders {list(borders)}; they must ascend")
+
+
+def checked_table(name: str, table: Tensor | None, entries: int) -> Tensor:
+    """Return a contiguous float32 table of so many entries.
+
+    Raises:
+        KernelError: it is none, or another.
+    """
+    if (
+        table is None
+        or table.dtype != torch.float32
+        or table.numel() != entries
+        or not table.is_contiguous()
+    ):
+        found = "none" if table is None else f"{tuple(table.shape)} of {table.dtype}"
+        raise KernelError(
+            f"asked for {entries} {name}, found {found}; give a contiguous float32 tensor"
+        )
+    return table
 
 
 def check_channels(channels: int, inner: int) -> None:

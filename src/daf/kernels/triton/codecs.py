@@ -19,7 +19,7 @@ from daf.core.code_format import Predicate
 from daf.core.code_tables import DERIVATIVE_PIECES
 from daf.core.errors import KernelError
 from daf.kernels import CODEC_BITS, Codec
-from daf.kernels.cpu.checks import check_key, check_member, check_resident
+from daf.kernels.cpu.checks import check_key, check_member, check_resident, checked_table
 from daf.kernels.normalisation import Channels, CodedValues, Decoding, ElementCode
 from daf.kernels.triton import bit_codecs, minmax, rotated
 from daf.kernels.triton.launch import (
@@ -107,7 +107,7 @@ def encode_elements(source: Tensor, planes: DevicePlanes, code: ElementCode) -> 
     worthless = torch.zeros((), dtype=torch.int32, device=source.device)
     options: dict[str, Any] = {"worthless": worthless, "BITS": planes.bits}
     if code.codec is Codec.DERIVATIVE:
-        options["lines"] = _checked_table("lines' numbers", code.table, 3 * DERIVATIVE_PIECES - 1)
+        options["lines"] = checked_table("lines' numbers", code.table, 3 * DERIVATIVE_PIECES - 1)
         check_key(code.key)
         options |= halves("key", code.key)
         _run(bit_codecs.encode_derivative, planes, {"source": source}, **options)
@@ -127,7 +127,7 @@ def decode_elements(planes: DevicePlanes, destination: Tensor, code: ElementCode
     elif code.codec is Codec.MASK:
         options = {"off_bits": _float32_bits(code.low), "on_bits": _float32_bits(code.high)}
     elif code.codec is Codec.DERIVATIVE:
-        options["levels"] = _checked_table("levels", code.table, 2**planes.bits)
+        options["levels"] = checked_table("levels", code.table, 2**planes.bits)
     else:
         options |= halves("base", code.base)
     _run(_DECODERS[code.codec], planes, {"destination": destination}, **options)
@@ -184,13 +184,3 @@ def _checked(codec: Codec, planes: DevicePlanes) -> DevicePlanes:
     if codec in _WITH_HEADERS and planes.headers is None:
         raise KernelError("asked for a value code without headers; allocate them with the planes")
     return planes
-
-
-def _checked_table(name: str, table: Tensor | None, entries: int) -> Tensor:
-    assert table is not None
-    if table.dtype != torch.float32 or table.numel() != entries or not table.is_contiguous():
-        raise KernelError(
-            f"asked for {entries} {name}, found {tuple(table.shape)} of {table.dtype}; "
-            "give a contiguous float32 tensor"
-        )
-    return table
