@@ -52,7 +52,8 @@ class Lines {
   explicit Lines(const float* table) {
     // The borders as an implicit search tree: node 1 is the root, node n's children 2n and 2n + 1.
     for (int level = 0, width = pieces; level < levels; ++level, width /= 2)
-      for (int i = 0; i < 1 << level; ++i) node_[(1 << level) + i] = table[i * width + width / 2 - 1];
+      for (int i = 0; i < 1 << level; ++i)
+        node_[(1 << level) + i] = table[i * width + width / 2 - 1];
     std::memcpy(scale_, table + pieces - 1, sizeof scale_);
     std::memcpy(shift_, table + 2 * pieces - 1, sizeof shift_);
   }

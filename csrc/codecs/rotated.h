@@ -93,8 +93,8 @@ DAF_INLINE Spread spread_around(const float* row, float mean) {
   V::F fours[4];  // sums of every 64th
   DAF_UNROLLED for (int t = 0; t < 4; ++t) fours[t] = fold<4>(square, t);
   const auto halved = [&](auto&& leaf) {
-    return V::tree_sum(V::add(V::add(leaf(fours[0]), leaf(fours[2])),
-                              V::add(leaf(fours[1]), leaf(fours[3]))));
+    return V::tree_sum(
+        V::add(V::add(leaf(fours[0]), leaf(fours[2])), V::add(leaf(fours[1]), leaf(fours[3]))));
   };
   const float energy = halved([](V::F x) { return x; });
   const float peak = halved([](V::F x) { return V::multiply(x, x); });
