@@ -455,13 +455,15 @@ def test_what_was_proven_or_refused_is_known_when_a_batch_is_measured_again(
             assert len(proofs) == count > 0
 
 
-def test_another_loss_is_proven_anew(budget: int) -> None:
+@pytest.mark.parametrize("given", [lambda loss: loss, lambda loss: lambda m, b: loss(m, b)])
+def test_another_loss_is_proven_anew(budget: int, given: Callable[..., Any]) -> None:
+    """Also where a function of the same code calls it."""
     model, batch = mlp(), images()
     with Session(model, still(model), budget, tolerance=0) as session:
-        in_micro_batches(session, batch, mean, 3)
+        in_micro_batches(session, batch, given(mean), 3)
         assert session.split_refusal == ""
         expected, gradients = plain_gradients(Case(mlp, images, contrastive), model, batch)
-        report = session.step(batch, contrastive)
+        report = session.step(batch, given(contrastive))
         assert "do not add up" in session.split_refusal
     assert report.loss == pytest.approx(expected, rel=1e-6)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from daf import Session
 from daf.memory import process_memory
 from daf.profiling.split_proof import SplitProof
-from daf.step.splitting import proof_key
+from daf.step.splitting import kind_of, proof_key
 
 
 class Branching(nn.Module):
@@ -40,6 +40,14 @@ def mean(model: nn.Module, batch: Any) -> Tensor:
 
 def doubled(model: nn.Module, batch: Any) -> Tensor:
     return 2.0 * F.cross_entropy(model(batch[0]), batch[1])
+
+
+def through(inner: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda model, batch: inner(model, batch)
+
+
+def by_name(model: nn.Module, batch: Any) -> Tensor:
+    return mean(model, batch)
 
 
 class Loss:
@@ -85,6 +93,28 @@ def test_a_key_changes_with_whatever_a_proof_depends_on(
         "dtype": (model, (x.double(), y), loss),
     }
     assert proof_key(*others.get(what, (model, batch, loss))) != first
+
+
+@pytest.mark.parametrize("key", [proof_key, kind_of])
+def test_what_a_loss_closes_over_belongs_to_it(key: Callable[..., Any]) -> None:
+    model, batch = Branching(), images()
+    first = key(model, batch, through(mean))
+    assert key(model, batch, through(mean)) == first
+    assert key(model, batch, through(partial(mean))) == first
+    assert key(model, batch, through(doubled)) != first
+    assert key(model, batch, through(through(doubled))) != key(model, batch, through(through(mean)))
+
+
+@pytest.mark.parametrize("key", [proof_key, kind_of])
+@pytest.mark.parametrize("loss", [by_name, Loss(1.0)])
+def test_what_a_loss_finds_in_its_module_belongs_to_it(
+    key: Callable[..., Any], loss: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = Branching(), images()
+    first = key(model, batch, loss)
+    assert key(model, batch, loss) == first
+    monkeypatch.setitem(globals(), "mean", doubled)
+    assert key(model, batch, loss) != first
 
 
 def test_a_key_is_the_same_in_another_process() -> None:

@@ -155,6 +155,8 @@ class BudgetedTrainer(Trainer):  # type: ignore[misc]
             found, scaler = compute(model, part) / share, self.accelerator.scaler
             return found if scaler is None else scaler.scale(found)
 
+        if self.compute_loss_func is not None:  # a proof holds for this loss only
+            loss_fn.__wrapped__ = self.compute_loss_func  # type: ignore[attr-defined]
         self.daf_report = session.backward(batch, loss_fn)
         with torch.no_grad():
             loss.fill_(self.daf_report.loss * share)  # the host returns and logs it
@@ -220,7 +222,7 @@ class SessionState(TrainerCallback, ExportableState):  # type: ignore[misc]
         name, known = SessionState.__name__, trainer.state.stateful_callbacks
         found = known.setdefault(
             name, {"args": {}, "attributes": {}}
-        )  # of a plain checkpoint: none
+        )  # a plain checkpoint has none
         if (saved := found["attributes"].get("saved")) is not None:
             session.load_state_dict(saved)
         for each in trainer.callback_handler.callbacks:

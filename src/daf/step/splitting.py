@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from types import CodeType
+from itertools import chain
+from types import CodeType, FunctionType
 from typing import Any, Literal
 
 import torch
@@ -114,18 +116,17 @@ class Splitting:
 def kind_of(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> Hashable:
     """Return what a proof holds for: the batch's structure, the loss's code, what trains."""
     tensors = tuple((each.dim(), each.dtype) for each in tensors_in_batch(batch))
-    code = getattr(loss_fn, "__code__", None) or getattr(loss_fn, "func", type(loss_fn))
     modules = modules_of(model)
     flags = (tuple(each.training for each in modules),)
     trained = tuple(each.requires_grad for each in parameters_of(model, modules))
-    return type(batch), tensors, code, flags, trained
+    return type(batch), tensors, (*_called_by(loss_fn),), flags, trained
 
 
 def proof_key(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> str:
     """Return a digest that changes with all that a proof depends on, but values and sizes."""
     facts = [torch.__version__, _own_version(), type(batch).__qualname__]
     facts += [f"{each.dim()} {each.dtype}" for each in tensors_inside(batch)]
-    facts += _code_of(loss_fn)
+    facts += chain.from_iterable(map(_words_of, _called_by(loss_fn)))
     for name, module in model.named_modules():
         facts += [name, type(module).__qualname__, str(module.training)]
     for kind in sorted(
@@ -133,7 +134,7 @@ def proof_key(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> str:
     ):
         # A scripted module's class has no forward before it is made.
         forwards = (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
-        facts += _code_of(next(forwards, kind))
+        facts += _words_of(getattr(next(forwards, kind), "__code__", kind))
     facts += [f"{name} {each.requires_grad}" for name, each in model.named_parameters()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
@@ -145,16 +146,50 @@ def _own_version() -> str:
         return ""
 
 
-def _code_of(function: Any) -> Iterator[str]:
-    """Yield what a function's code says; of another callable, what its ``__call__`` says."""
-    while isinstance(function, partial):
-        function = function.func
-    yield getattr(function, "__qualname__", type(function).__qualname__)
-    if not hasattr(function, "__code__"):
-        function = type(function).__dict__.get("__call__", function)
-    code = getattr(function, "__code__", None)
-    if isinstance(code, CodeType):
-        yield from _parts_of(code)
+def _called_by(function: Any) -> Iterator[CodeType | type]:
+    """Yield the code of a function and of those that it calls; of other callables, their class.
+
+    Those are what it wraps or closes over, and functions of its own module by their names.
+    """
+    waiting, seen = [function], set[int]()
+    while waiting:
+        each = waiting.pop()
+        each = getattr(each, "__func__", each)
+        if isinstance(each, partial):
+            waiting += filter(callable, (*each.args, each.func))
+            continue
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        found = getattr(each, "__code__", type(each))
+        yield found
+        if isinstance(each, FunctionType):
+            waiting += _named_in(each)
+        elif "__call__" in vars(type(each)):
+            waiting.append(vars(type(each))["__call__"])
+
+
+def _named_in(function: FunctionType) -> Iterator[Any]:
+    """Yield the callables that a function wraps, closes over, or finds in its module."""
+    if (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        yield wrapped
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # nothing is in it yet
+            if callable(cell.cell_contents):
+                yield cell.cell_contents
+    for name in function.__code__.co_names:
+        found = function.__globals__.get(name)
+        if isinstance(found, FunctionType) and found.__module__ == function.__module__:
+            yield found
+
+
+def _words_of(called: CodeType | type) -> Iterator[str]:
+    """Yield what code says; of a class, its name."""
+    if isinstance(called, CodeType):
+        yield called.co_qualname
+        yield from _parts_of(called)
+    else:
+        yield called.__qualname__
 
 
 def _parts_of(code: CodeType) -> Iterator[str]:

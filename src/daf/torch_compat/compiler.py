@@ -22,6 +22,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+_COMPILER = "torch._dynamo"
+_CACHED_FUNCTION = "__dynamo_disable"  # torch/_compile.py looks here before it imports
+_DECORATED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 _lock = threading.Lock()
 _inside = 0
 _users: Any = None  # the stance that was there before the first
@@ -72,11 +75,6 @@ def _set(stance: Any) -> None:
         skip_guard_eval_unsafe=stance.skip_guard_eval_unsafe,
         force_backend=stance.backend,
     )
-
-
-_COMPILER = "torch._dynamo"
-_CACHED_FUNCTION = "__dynamo_disable"  # torch/_compile.py looks here before it imports
-_DECORATED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
 def is_loaded() -> bool:
