@@ -223,6 +223,20 @@ def public_functions() -> list[Documented]:
     ]
 
 
+def test_no_function_inside_another_calls_itself() -> None:
+    """It would be a cycle with all that it closes over, which lives until cycles are collected."""
+    found = [
+        f"{path.relative_to(ROOT)}:{inner.lineno}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for outer in ast.walk(ast.parse(path.read_text()))
+        if isinstance(outer, ast.FunctionDef)
+        for inner in ast.walk(outer)
+        if isinstance(inner, ast.FunctionDef) and inner is not outer
+        if inner.name in {node.id for node in ast.walk(inner) if isinstance(node, ast.Name)}
+    ]
+    assert found == []
+
+
 def test_every_public_name_has_a_docstring() -> None:
     """Or inherits one: a backend's methods do what the protocol says."""
     assert len(public_functions()) > 1000

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from daf.torch_compat.pytree import map_nest
+from daf.torch_compat.pytree import map_nest, tensors_inside
 
 pytestmark = pytest.mark.smoke
 
@@ -69,3 +72,15 @@ def test_what_does_not_change_is_handed_back() -> None:
         assert negated(nest) is nest
     inner = {"kept": "as it is"}
     assert negated([inner, 1])[0] is inner
+
+
+def test_looking_into_a_nest_keeps_nothing_of_it_alive() -> None:
+    batch = {"words": torch.zeros(3), "more": [Named(torch.ones(2), None)]}
+    gone = weakref.ref(batch["words"])
+    gc.disable()
+    try:
+        assert [len(each) for each in tensors_inside(batch)] == [3, 2]
+        del batch
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -124,38 +124,40 @@ def to_plain(value: Any) -> tuple[Any, dict[str, Tensor]]:
     survive; raises RunFolderError for others.
     """
     tensors: dict[str, Tensor] = {}
+    return _plain(value, tensors), tensors
 
-    def convert(item: Any) -> Any:
-        if item is None or type(item) in (bool, int, float, str):
-            return item
-        if isinstance(item, Tensor):
-            name = f"{_STATE}{len(tensors)}"
-            tensors[name] = item
-            return {"tensor": name}
-        if type(item) in (list, tuple):
-            return {type(item).__name__: [convert(each) for each in item]}
-        if isinstance(item, dict):
-            return {"dict": [[convert(key), convert(each)] for key, each in item.items()]}
-        raise RunFolderError(f"a checkpoint cannot hold a {type(item).__name__}: {item!r:.80}")
 
-    return convert(value), tensors
+def _plain(item: Any, tensors: dict[str, Tensor]) -> Any:
+    """Convert; a recursive closure would be a cycle, and hold the tensors past their time."""
+    if item is None or type(item) in (bool, int, float, str):
+        return item
+    if isinstance(item, Tensor):
+        name = f"{_STATE}{len(tensors)}"
+        tensors[name] = item
+        return {"tensor": name}
+    if type(item) in (list, tuple):
+        return {type(item).__name__: [_plain(each, tensors) for each in item]}
+    if isinstance(item, dict):
+        pairs = [[_plain(key, tensors), _plain(each, tensors)] for key, each in item.items()]
+        return {"dict": pairs}
+    raise RunFolderError(f"a checkpoint cannot hold a {type(item).__name__}: {item!r:.80}")
 
 
 def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Restore what ``to_plain`` split, tensors copied; raises RunFolderError if it is damaged."""
-
-    def restore(item: Any) -> Any:
-        if not isinstance(item, dict):
-            return item
-        ((kind, content),) = item.items()
-        if kind == "tensor":
-            return torch.clone(tensors[content])
-        if kind == "dict":
-            return {restore(key): restore(each) for key, each in content}
-        items = [restore(each) for each in content]
-        return tuple(items) if kind == "tuple" else items
-
     try:
-        return restore(plain)
+        return _restored(plain, tensors)
     except (KeyError, TypeError, ValueError) as error:
         raise RunFolderError(f"a checkpoint's state is damaged: {error!r}") from error
+
+
+def _restored(item: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(item, dict):
+        return item
+    ((kind, content),) = item.items()
+    if kind == "tensor":
+        return torch.clone(tensors[content])
+    if kind == "dict":
+        return {_restored(key, tensors): _restored(each, tensors) for key, each in content}
+    items = [_restored(each, tensors) for each in content]
+    return tuple(items) if kind == "tuple" else items

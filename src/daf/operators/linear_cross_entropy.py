@@ -36,7 +36,7 @@ LEAST_CLASSES = 1024
 _RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten})
 _UNCHANGED = frozenset({Tensor.contiguous, Tensor.float})
 # Gradients are held in the logits' own type until the loss is scaled, which fp16 lacks range for.
-_TYPES = (torch.float32, torch.bfloat16)
+TYPES = (torch.float32, torch.bfloat16)
 _BASIC_INDEX = (int, slice, type(None), type(Ellipsis))
 _LINEAR = "linear"
 
@@ -222,8 +222,8 @@ def _has_known_type(tensors: Sequence[Tensor]) -> bool:
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind):
         is_cast = all(each.dtype in (torch.float32, torch.bfloat16) for each in tensors)
-        return is_cast and torch.get_autocast_dtype(kind) in _TYPES
-    return tensors[0].dtype in _TYPES and len({each.dtype for each in tensors}) == 1
+        return is_cast and torch.get_autocast_dtype(kind) in TYPES
+    return tensors[0].dtype in TYPES and len({each.dtype for each in tensors}) == 1
 
 
 def _loss_call(call: OperatorCall) -> LossCall | None:

@@ -159,9 +159,13 @@ class PlanController(Resumable):
         more = nbytes - self.most_users_gradient_bytes
         self.users_gradient_bytes = nbytes
         self.most_users_gradient_bytes += max(0, more)
+        self.plan_beside(more)
+
+    def plan_beside(self, more_bytes: int) -> None:
+        """Plan for steps that hold so much more than was measured; raises as ``plan_for``."""
         profiles, budget_bytes = self.selector.profiles, self.budget_bytes
-        if more > 0 and profiles is not None and budget_bytes is not None:
-            self.selector.regrow(profiles.beside(more), budget_bytes)
+        if more_bytes > 0 and profiles is not None and budget_bytes is not None:
+            self.selector.regrow(profiles.beside(more_bytes), budget_bytes)
 
     def _outgrow(self, context: StepContext, budget_bytes: int) -> None:
         """Plan for a larger batch from smaller ones, if they are near and a plan fits; else forget.

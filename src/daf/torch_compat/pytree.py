@@ -74,17 +74,17 @@ def tensors_inside(batch: Any) -> list[Tensor]:
     if _is_flat(batch):
         return [*{id(each): each for each in batch}.values()]
     found: dict[int, Tensor] = {}
-    seen: set[int] = set()
-
-    def visit(value: Any, depth: int) -> None:
-        found.update((id(each), each) for each in tensors_in_batch(value))
-        if depth and id(value) not in seen:
-            seen.add(id(value))
-            for each in _parts(value):
-                visit(each, depth - 1)
-
-    visit(batch, 4)
+    _collect(batch, 4, found, set())
     return list(found.values())
+
+
+def _collect(value: Any, depth: int, found: dict[int, Tensor], seen: set[int]) -> None:
+    """Collect by id; no closure, which would be a cycle and hold the tensors past their time."""
+    found.update((id(each), each) for each in tensors_in_batch(value))
+    if depth and id(value) not in seen:
+        seen.add(id(value))
+        for each in _parts(value):
+            _collect(each, depth - 1, found, seen)
 
 
 def _is_flat(batch: Any) -> bool:

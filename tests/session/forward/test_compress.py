@@ -286,3 +286,69 @@ LOOP = """
 def test_the_least_budget_that_is_named_holds_in_another_process() -> None:
     least = in_child(LOOP, "0")
     assert in_child(LOOP, least) == "True"
+
+
+CLASSES = 16_000
+LOGITS_BYTES = 1024 * CLASSES * 4  # 66 MB; plain PyTorch's cross-entropy holds two more
+
+
+class Words(nn.Module):
+    """A model of many classes, whose loss lies outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(16, 32), nn.Linear(32, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x))).unsqueeze(1)
+
+
+def words(step: int) -> tuple[Tensor, Tensor]:
+    return rows(step, 1024)
+
+
+def trained_words(model: Words, budget: int, *, is_inside: bool) -> list[float]:
+    """Four steps; the loss inside ``with`` or behind it."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(4):
+        inputs, labels = words(step)
+        optimizer.zero_grad()
+        with daf.compress(model, budget=budget, tolerance=0) as forward:
+            scores = model(inputs).flatten(0, 1)
+            if is_inside:
+                loss = F.cross_entropy(scores, labels)
+        loss = loss if is_inside else F.cross_entropy(scores, labels)
+        del scores
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert forward.peak_bytes <= budget
+    return losses
+
+
+def test_a_loss_inside_holds_its_logits_once() -> None:
+    model = Words()
+    plain, budget = copy.deepcopy(model), roomy(int(2.2 * LOGITS_BYTES))
+    losses = trained_words(model, budget, is_inside=True)
+    assert torch._C._len_torch_function_stack() == 0
+    found = BudgetedForward.of(model)
+    assert found is not None
+    found.close()
+    expected = train(plain, lambda x: plain(x).flatten(0, 1), batches=words)
+    assert losses[0] == pytest.approx(expected[0], rel=1e-6)  # later ones were clipped
+
+
+def test_a_loss_behind_holds_what_plain_pytorch_holds_and_the_least_budget_says_so() -> None:
+    model = Words()
+    with pytest.raises(BudgetError) as refused:
+        trained_words(model, roomy(int(2.2 * LOGITS_BYTES)), is_inside=False)
+    found, least = BudgetedForward.of(model), refused.value.least_bytes
+    assert found is not None
+    assert least is not None
+    found.close()
+    del refused
+    again = Words()
+    trained_words(again, least, is_inside=False)
+    forward = BudgetedForward.of(again)
+    assert forward is not None
+    forward.close()

@@ -123,7 +123,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         counted = target != settings.ignore_index
-        scale = _scale(counted, settings.reduction, wide)
+        scale, smoothing = scale_of(counted, settings.reduction, wide), settings.label_smoothing
         needs = [settings.with_gradients and need for need in ctx.needs_input_grad]
         gradients = _Gradients(
             torch.empty_like(hidden) if needs[0] else None,
@@ -140,9 +140,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
             for start in range(0, len(hidden), settings.chunk_rows):
                 chunk = slice(start, start + settings.chunk_rows)
                 logits = _logits(hidden[chunk], weight, bias, scratch)
-                total += _loss_of(logits, target[chunk], counted[chunk], settings)
+                total += loss_to_softmax(logits, target[chunk], counted[chunk], smoothing)
                 if gradients.wanted:
-                    _to_gradient(logits, target[chunk], counted[chunk], settings, step)
+                    softmax_to_gradient(logits, target[chunk], counted[chunk], smoothing, step)
                     _gather(gradients, logits, hidden, weight, chunk)
         _keep(ctx, gradients, (hidden, weight, bias))
         if settings.twice:
@@ -206,9 +206,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scratch: Tensor
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _loss_of(logits: Tensor, target: Tensor, counted: Tensor, settings: _Settings) -> Tensor:
-    """Return the sum of a chunk's losses; leave the softmax in ``logits``."""
-    smoothing = settings.label_smoothing
+def loss_to_softmax(logits: Tensor, target: Tensor, counted: Tensor, smoothing: float) -> Tensor:
+    """Return the sum of the losses of rows that count; leave the softmax in ``logits``."""
     logits -= logits.amax(1, keepdim=True)
     place = torch.where(counted, target, 0)[:, None]
     aimed = (1 - smoothing) * logits.gather(1, place).squeeze(1)
@@ -219,11 +218,10 @@ def _loss_of(logits: Tensor, target: Tensor, counted: Tensor, settings: _Setting
     return torch.where(counted, sums.log() - aimed, 0).sum()
 
 
-def _to_gradient(
-    softmax: Tensor, target: Tensor, counted: Tensor, settings: _Settings, scale: Tensor
+def softmax_to_gradient(
+    softmax: Tensor, target: Tensor, counted: Tensor, smoothing: float, scale: Tensor
 ) -> None:
     """Turn the softmax into the gradient of the scaled loss by the logits, in place."""
-    smoothing = settings.label_smoothing
     if smoothing:
         softmax -= smoothing / softmax.shape[1]
     place = torch.where(counted, target, 0)[:, None]
@@ -247,7 +245,7 @@ def _gather(
         gradients.bias.add_(slope.sum(0))
 
 
-def _scale(counted: Tensor, reduction: Reduction, dtype: torch.dtype) -> Tensor:
+def scale_of(counted: Tensor, reduction: Reduction, dtype: torch.dtype) -> Tensor:
     """Return the factor of the sum, on its device: nothing waits for the number of rows."""
     if reduction == "sum":
         return torch.ones((), dtype=dtype, device=counted.device)

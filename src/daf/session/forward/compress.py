@@ -26,6 +26,7 @@ from daf.core.plan import Plan
 from daf.core.reports import SiteReport
 from daf.memory import process_memory
 from daf.session.arguments import asked_memory, checked_tolerance
+from daf.session.forward.losses import Losses
 from daf.session.forward.runner import ForwardRunner
 from daf.torch_compat.modules import around_calls
 
@@ -57,6 +58,8 @@ class BudgetedForward:
         self._runner: ForwardRunner | None = None
         self._entered = 0
         self._listening: ExitStack | None = None
+        self._losses = Losses()
+        self._around_losses = ExitStack()
         vars(model)[_OF_MODEL] = self
 
     @staticmethod
@@ -72,11 +75,17 @@ class BudgetedForward:
         if self._listening is None:
             self._listening = _listen(weakref.ref(self))
             weakref.finalize(self, self._listening.close).atexit = False
+        if self._entered == 0:
+            self._around_losses.enter_context(self._losses.inside())
         self._entered += 1
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._entered -= 1
+        if self._entered == 0:
+            self._around_losses.close()
+            if self._runner is not None and exception[0] is None:
+                self._runner.end_losses()
 
     def __deepcopy__(self, _memo: Any) -> None:
         """A copy of the model (an average of its weights, say) trains under nothing."""
@@ -91,7 +100,9 @@ class BudgetedForward:
         if not torch.is_grad_enabled():
             return nullcontext()
         if self._runner is None:
-            self._runner = ForwardRunner(self.model, self._budget, self._tolerance, self._seed)
+            self._runner = ForwardRunner(
+                self.model, self._budget, self._tolerance, self._seed, self._losses
+            )
         return self._runner.running(arguments, keywords)
 
     @property

@@ -28,6 +28,8 @@ from daf.memory.owners import owners
 from daf.profiling.model_memory import bytes_of_first_update, gradient_bytes, parameter_bytes
 from daf.session.arguments import asked_memory
 from daf.session.factory import make_parts
+from daf.session.forward.losses import Losses
+from daf.session.plan_controller import NEAR
 from daf.session.readings import SessionReadings
 from daf.step.context import BatchInfo, StepContext
 from daf.step.splitting import Splitting
@@ -35,7 +37,7 @@ from daf.torch_compat.autograd_graph import backward_errors
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.function_modes import modes_restored
 from daf.torch_compat.out_of_memory import out_of_memory
-from daf.torch_compat.pytree import map_nest, tensors_in_batch, tensors_inside
+from daf.torch_compat.pytree import map_nest, tensors_in_batch
 
 # Updates after which the tightest plan's peak is known, of every part of a loop that trains
 # several models in turn; or calls, where updates are not seen.
@@ -47,10 +49,13 @@ Living = TypeVar("Living")
 
 
 class ForwardRunner(SessionReadings):
-    """One model's forward passes within a budget; arguments are those of ``compress``."""
+    """One model's forward passes within a budget; arguments are those of ``compress``.
+
+    ``losses``: what reads the model's outputs.
+    """
 
     def __init__(
-        self, model: nn.Module, budget: Budget, tolerance: float | None, seed: int
+        self, model: nn.Module, budget: Budget, tolerance: float | None, seed: int, losses: Losses
     ) -> None:
         memory = asked_memory(model, budget)
         parts = make_parts(
@@ -72,6 +77,8 @@ class ForwardRunner(SessionReadings):
         self._splitting = Splitting(split=False)
         self._splitting.forbidden_because = "its loop keeps its own step"
         self.unplanned_because = ""
+        self._losses = losses
+        self._examples = 1  # of the largest call
         self._version = -1
         self._updates_seen = self._calls_seen = 0
         self._refusals = 0
@@ -149,14 +156,32 @@ class ForwardRunner(SessionReadings):
         if found is not None:
             raise out_of_memory(found, self._keeper.memory_name) from error
 
+    def end_losses(self) -> None:
+        """Plan for another loss than the stand-in, where that did not come; raises as ``running``.
+
+        A budget that nearly does is tried, as it may be one that an error named.
+        """
+        controller = self._plan_controller
+        try:
+            controller.plan_beside(self._losses.unmet_bytes(self._examples))
+        except BudgetError as error:
+            if (controller.budget_bytes or 0) < NEAR * (error.least_bytes or 0):
+                raise out_of_memory(error, self._keeper.memory_name) from error.__cause__
+
     def _planned(self, batch: Any) -> Plan | None:
         """Return the plan of a call; None where none could be made."""
         controller, counters = self._plan_controller, self._runner.counters
         with owners.turn, modes_restored():
             self._learn()
             context = StepContext.of(
-                self.model, batch, stand_in_loss, self._splitting, self._seed, counters.step_index
+                self.model,
+                batch,
+                self._losses.stand_in,
+                self._splitting,
+                self._seed,
+                counters.step_index,
             )
+            self._examples = max(self._examples, context.info.examples)
             is_new = controller.selector.plan is None
             if context.info.nbytes <= controller.planned_for_bytes:
                 context.info = BatchInfo(1, context.info.nbytes)  # more examples, smaller ones
@@ -238,35 +263,6 @@ def _living_optimizers(model: nn.Module) -> dict[torch.optim.Optimizer, int]:
 
 def _living(kind: type[Living]) -> list[Living]:
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
-
-
-class _Mean(torch.autograd.Function):
-    """A mean that holds what a cross-entropy does: its input once more, and two gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor) -> Tensor:
-        ctx.held = output.detach().clone()
-        return output.float().mean()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        held = torch.zeros_like(ctx.held)
-        return held.add(gradients[0] / max(1, held.numel()))
-
-
-def stand_in_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the mean of all outputs that have gradients: the user's own loss is not seen.
-
-    ``batch``: the call's arguments and keywords.
-    """
-    arguments, keywords = batch
-    outputs = tensors_inside(model(*arguments, **keywords))
-    trained = [each for each in outputs if each.requires_grad and each.is_floating_point()]
-    means: list[Tensor] = [
-        each if each.dim() == 0 else _Mean.apply(each)  # type: ignore[no-untyped-call]
-        for each in trained
-    ]
-    return torch.stack([each.float() for each in means]).sum()
 
 
 def without_graph(batch: Any) -> Any:

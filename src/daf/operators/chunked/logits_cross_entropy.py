@@ -1,0 +1,117 @@
+"""``F.cross_entropy`` of logits that a model has made, which become their own gradient.
+
+PyTorch holds the logits' log-softmax until backward, and then two gradients of their size beside
+it. Here only the logits are held; backward makes their softmax anew, chunk by chunk, and writes the
+gradient over them where nobody else holds them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from daf.operators.chunked.cross_entropy import (
+    Reduction,
+    loss_to_softmax,
+    scale_of,
+    softmax_to_gradient,
+)
+from daf.operators.fused_function import differentiable_gradients
+from daf.torch_compat.autograd_graph import keeps_graph, without_torch_function
+from daf.torch_compat.ownership import is_held_by_none_but
+
+_CHUNK_ELEMENTS = 2**18  # a megabyte of float32, which stays in a core's cache over its operators
+
+
+class RowLoss(NamedTuple):
+    """What ``F.cross_entropy`` is asked for, by the names of its arguments."""
+
+    ignore_index: int = -100
+    reduction: Reduction = "mean"
+    label_smoothing: float = 0.0
+
+
+def logits_cross_entropy(logits: Tensor, target: Tensor, loss: RowLoss) -> Tensor:
+    """Cross-entropy of logits against classes, equal to PyTorch's up to the order of sums.
+
+    Args:
+        logits: [rows, classes] of float32 or bfloat16; held, and written over in backward unless
+            somebody else holds them or the graph is kept.
+        target: [rows] class indices of int64 or int32, or ``ignore_index``.
+        loss: what is asked for.
+
+    Returns:
+        A scalar of float32.
+
+    Raises:
+        IndexError: a target is no class, as PyTorch has it.
+    """
+    base = logits._base
+    # Rows of a larger tensor keep that alive, and the gradient is written over the whole of it.
+    if base is not None and base.numel() == logits.numel() and base.is_contiguous():
+        logits = base
+    found: Tensor = _LogitsCrossEntropy.apply(logits, target, loss)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _plain(logits: Tensor, target: Tensor, loss: RowLoss) -> Tensor:
+    rows = logits.flatten(0, -2)
+    return F.cross_entropy(rows.float(), target.long(), **loss._asdict())
+
+
+class _LogitsCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, loss: RowLoss) -> Tensor:
+        ctx.save_for_backward(logits, target)
+        ctx.loss = loss
+        summed = loss._replace(reduction="sum")
+        with without_torch_function():
+            rows, scale = logits.flatten(0, -2), _scale_of(target, loss)
+            size = _rows_in_chunk(rows)
+            parts = zip(torch.split(rows, size), torch.split(target, size), strict=True)
+            return scale * torch.stack([_plain(*part, summed) for part in parts]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> Any:
+        with without_torch_function():
+            logits, target = ctx.saved_tensors
+            if torch.is_grad_enabled():
+                run = lambda each: _plain(each, target, ctx.loss)  # noqa: E731
+                needs = ctx.needs_input_grad[:1]
+                return (*differentiable_gradients(run, (logits,), needs, incoming), None, None)
+            group = (logits.detach() if keeps_graph() else logits,)
+            ctx.maybe_clear_saved_tensors()
+            del logits
+            owned = not keeps_graph() and is_held_by_none_but(group)
+            found = group[0].detach() if owned else torch.empty_like(group[0])
+            _write_gradient(group[0].detach(), found, target, ctx.loss, incoming)
+            return found, None, None
+
+
+def _write_gradient(
+    logits: Tensor, found: Tensor, target: Tensor, loss: RowLoss, incoming: Tensor
+) -> None:
+    """Write the logits' gradient to ``found``, which may be the logits themselves."""
+    rows, out = logits.flatten(0, -2), found.view(-1, logits.shape[-1])
+    counted, size = target != loss.ignore_index, _rows_in_chunk(rows)
+    scale = _scale_of(target, loss).nan_to_num() * incoming
+    for start in range(0, len(rows), size):
+        chunk = slice(start, start + size)
+        part = rows[chunk].float()
+        if part.data_ptr() == rows[chunk].data_ptr() != out[chunk].data_ptr():
+            part = out[chunk].copy_(part)
+        loss_to_softmax(part, target[chunk], counted[chunk], loss.label_smoothing)
+        softmax_to_gradient(part, target[chunk], counted[chunk], loss.label_smoothing, scale)
+        if part.data_ptr() != out[chunk].data_ptr():
+            out[chunk].copy_(part)
+
+
+def _rows_in_chunk(rows: Tensor) -> int:
+    return max(1, _CHUNK_ELEMENTS // rows.shape[1])
+
+
+def _scale_of(target: Tensor, loss: RowLoss) -> Tensor:
+    return scale_of(target != loss.ignore_index, loss.reduction, torch.float32)

@@ -1,0 +1,122 @@
+"""What reads a model's outputs in a loop that keeps its loss.
+
+While small passes are measured nobody has seen the loss: a stand-in holds what a cross-entropy
+does. Inside ``with``, ``F.cross_entropy`` of many classes runs as ``logits_cross_entropy``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from daf.operators.chunked.logits_cross_entropy import RowLoss, logits_cross_entropy
+from daf.operators.eligibility import is_forward_mode
+from daf.operators.linear_cross_entropy import LEAST_CLASSES, TYPES, LossCall
+from daf.operators.protocol import OperatorCall
+from daf.torch_compat.autograd_graph import pack_hook
+from daf.torch_compat.compiler import eagerly
+from daf.torch_compat.operator_mode import OperatorMode
+from daf.torch_compat.pytree import tensors_inside
+
+# PyTorch's cross-entropy holds this many tensors of the logits' size more.
+PLAIN_COPIES = 2
+
+
+class Losses:
+    """The losses of one loop: ``stand_in`` for one that was not seen, and those inside ``with``."""
+
+    def __init__(self) -> None:
+        self._mode = OperatorMode(self._run)
+        self._is_inside = self._is_known = False
+        self._logits_bytes: float | None = None  # of one example; None: nothing was measured
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Look for losses inside, unless the model is known to make no logits."""
+        if self._logits_bytes == 0:
+            yield
+            return
+        self._is_inside = True
+        try:
+            with eagerly(), self._mode:
+                yield
+        finally:
+            self._is_inside = False
+
+    def unmet_bytes(self, examples: int) -> int:
+        """Return, once, what another loss than the stand-in holds more of so many examples."""
+        if self._is_known or not self._logits_bytes:
+            return 0
+        self._is_known = True
+        return int(PLAIN_COPIES * self._logits_bytes * examples)
+
+    def stand_in(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return a loss of all outputs that have gradients, as if they were logits.
+
+        ``batch``: the call's arguments and keywords.
+        """
+        arguments, keywords = batch
+        outputs = tensors_inside(model(*arguments, **keywords))
+        trained = [each for each in outputs if each.requires_grad and each.is_floating_point()]
+        self._logits_bytes = self._logits_bytes or 0
+        return torch.stack([self._read(each).float() for each in trained]).sum()
+
+    def _read(self, output: Tensor) -> Tensor:
+        if output.dim() == 0:
+            return output
+        if not self._is_inside or not _are_logits(output):
+            found: Tensor = _Mean.apply(output)  # type: ignore[no-untyped-call]
+            return found
+        self._logits_bytes = max(self._logits_bytes or 0, output.nbytes / len(output))
+        rows = output.flatten(0, -2)
+        return logits_cross_entropy(rows, rows.new_zeros(len(rows), dtype=torch.int64), RowLoss())
+
+    def _run(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> Any:
+        call = OperatorCall(function, arguments, keywords)
+        loss = call.read(LossCall) if function is F.cross_entropy else None
+        if loss is None or not _is_served(loss):
+            return function(*arguments, **keywords)
+        self._is_known = True
+        asked = RowLoss(loss.ignore_index, loss.reduction, loss.label_smoothing)
+        found = logits_cross_entropy(loss.input, loss.target, asked)
+        widened = torch.is_autocast_enabled(loss.input.device.type)
+        return found if widened else found.to(loss.input.dtype)
+
+
+def _is_served(loss: LossCall) -> bool:
+    """True of a loss of logits, in a graph that nobody else saves for."""
+    logits = loss.input
+    return (
+        type(logits) is Tensor
+        and _are_logits(logits)
+        and loss.is_fusible(logits.shape)
+        and torch.is_grad_enabled()
+        and logits.requires_grad
+        and not is_forward_mode()
+        and pack_hook() is None
+    )
+
+
+def _are_logits(output: Tensor) -> bool:
+    return output.dim() >= 2 and output.shape[-1] >= LEAST_CLASSES and output.dtype in TYPES
+
+
+class _Mean(torch.autograd.Function):
+    """A mean that holds what a cross-entropy does: its input once more, and two gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        ctx.held = output.detach().clone()
+        return output.float().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        held = torch.zeros_like(ctx.held)
+        return held.add(gradients[0] / max(1, held.numel()))
