@@ -1,5 +1,7 @@
 """What other models of a script may take, while one of them is planned."""
 
+import gc
+
 import torch
 from torch import nn
 
@@ -60,3 +62,19 @@ def test_of_a_model_that_was_called_only_what_is_not_alive_counts() -> None:
     for each in (budgeted, beside):
         each.close()
     del optimizers
+
+
+def test_a_partner_of_the_same_optimizer_counts_by_its_parameters() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    own = sum(each.nbytes for each in model.parameters())
+    for partner in (nn.Linear(64, 8), nn.Linear(64, 640)):
+        optimizer = torch.optim.SGD([*model.parameters(), *partner.parameters()], lr=0.1)
+        budgeted, profile = planned(model, torch.randn(32, 64))
+        gradients = sum(each.nbytes for each in partner.parameters())
+        unknown = min(1.0, gradients / own) * (profile.plain_saved_bytes + MARGIN_BYTES)
+        assert trained_beside_bytes(model, profile) == gradients + int(unknown)
+        partner(torch.randn(1, 64)).sum().backward()
+        assert trained_beside_bytes(model, profile) == int(unknown)
+        budgeted.close()
+        del optimizer, partner
+        gc.collect()

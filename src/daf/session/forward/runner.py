@@ -234,20 +234,34 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained_beside_bytes(model: nn.Module, profile: Profile) -> int:
-    """Return what models that other optimizers step may take while this one trains.
+    """Return what other models may take while this one trains.
 
     That is the gradients and states that they lack, and what they keep alive for backward: of one
     that has been called its saved bytes, but for those alive now. Of another nobody knows yet: as
-    much as plain PyTorch saves of this one, twice that of a larger one, and what libraries load.
+    much as plain PyTorch saves of this one, twice that of a larger one, and what libraries load. Of
+    one that the model's own optimizer steps too, its share of this by parameters.
     """
-    others = [each for each, shared in _living_optimizers(model).items() if not shared]
+    living = _living_optimizers(model)
+    others = [each for each, shared in living.items() if not shared]
     to_come = sum(map(bytes_of_first_update, others))
+    partners = _stepped_beside(model, [each for each, shared in living.items() if shared])
+    share = sum(each.nbytes for each in partners) / max(1, gradient_bytes(model))
     known = [each for each in _living(ForwardRunner) if each.model is not model]
-    unknown = max(0, len(others) - len(known))
+    unknown = max(0.0, len(others) + min(1.0, share) - len(known))
     is_larger = to_come > gradient_bytes(model) + profile.optimizer_bytes
     saved = profile.plain_saved_bytes * (2 if is_larger else 1)
     alive = sum(max(0, e.saved_bytes_peak - e._capture.stats.held_bytes) for e in known)
-    return to_come + alive + unknown * (saved + MARGIN_BYTES)
+    lacking = sum(each.nbytes for each in partners if each.grad is None)
+    return to_come + lacking + alive + int(unknown * (saved + MARGIN_BYTES))
+
+
+def _stepped_beside(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:
+    """Return the parameters that the model's own optimizers train, and the model has not."""
+    own = {id(each) for each in model.parameters()}
+    found = {
+        id(e): e for each in optimizers for group in each.param_groups for e in group["params"]
+    }
+    return [each for key, each in found.items() if key not in own and each.requires_grad]
 
 
 def _living_optimizers(model: nn.Module) -> dict[torch.optim.Optimizer, int]:
