@@ -338,6 +338,21 @@ def test_a_loss_inside_holds_its_logits_once() -> None:
     assert losses[0] == pytest.approx(expected[0], rel=1e-6)  # later ones were clipped
 
 
+def test_of_two_models_inside_either_may_have_the_loss() -> None:
+    first, second = Words(), Words()
+    budget = roomy(int(3.5 * LOGITS_BYTES))  # two more tensors would not fit
+    inputs, labels = words(0)
+    with (
+        daf.compress(first, budget=budget, tolerance=0) as outer,
+        daf.compress(second, budget=budget, tolerance=0) as inner,
+    ):
+        F.cross_entropy(first(inputs).flatten(0, 1), labels).backward()
+        F.cross_entropy(second(inputs).flatten(0, 1), labels).backward()
+    for each in (outer, inner):
+        assert each.peak_bytes <= budget
+        each.close()
+
+
 def test_a_loss_behind_holds_what_plain_pytorch_holds_and_the_least_budget_says_so() -> None:
     model = Words()
     with pytest.raises(BudgetError) as refused:

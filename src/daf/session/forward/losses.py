@@ -6,6 +6,7 @@ does. Inside ``with``, ``F.cross_entropy`` of many classes runs as ``logits_cros
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -41,12 +42,13 @@ class Losses:
         if self._logits_bytes == 0:
             yield
             return
-        self._is_inside = True
+        before, self._is_inside = _thread.inside, True
+        _thread.inside = (*before, self)
         try:
             with eagerly(), self._mode:
                 yield
         finally:
-            self._is_inside = False
+            _thread.inside, self._is_inside = before, False
 
     def unmet_bytes(self, examples: int) -> int:
         """Return, once, what another loss than the stand-in holds more of so many examples."""
@@ -83,11 +85,19 @@ class Losses:
         loss = call.read(LossCall) if function is F.cross_entropy else None
         if loss is None or not _is_served(loss):
             return function(*arguments, **keywords)
-        self._is_known = True
+        for each in _thread.inside:  # whoever's logits they are
+            each._is_known = True
         asked = RowLoss(loss.ignore_index, loss.reduction, loss.label_smoothing)
         found = logits_cross_entropy(loss.input, loss.target, asked)
         widened = torch.is_autocast_enabled(loss.input.device.type)
         return found if widened else found.to(loss.input.dtype)
+
+
+class _Thread(threading.local):
+    inside: tuple[Losses, ...] = ()  # those whose modes are on
+
+
+_thread = _Thread()
 
 
 def _is_served(loss: LossCall) -> bool:
