@@ -340,7 +340,7 @@ def test_a_loss_inside_holds_its_logits_once() -> None:
 
 def test_of_two_models_inside_either_may_have_the_loss() -> None:
     first, second = Words(), Words()
-    budget = roomy(int(3.5 * LOGITS_BYTES))  # two more tensors would not fit
+    budget = roomy(int(2.2 * LOGITS_BYTES))  # two more tensors would not fit
     inputs, labels = words(0)
     with (
         daf.compress(first, budget=budget, tolerance=0) as outer,
