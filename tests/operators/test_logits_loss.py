@@ -61,6 +61,27 @@ def test_loss_and_gradient_are_plain_pytorch_s(loss: RowLoss) -> None:
         assert (ours[1] - theirs[1]).norm() <= error * theirs[1].norm()
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda scores: scores.flatten(1),  # a view of rows that are no classes
+        lambda scores: scores.flatten(0, 1).t().contiguous().t(),
+        lambda scores: scores.flatten(0, 1)[:, :CLASSES].transpose(0, 1).reshape(CLASSES, -1).t(),
+        lambda scores: scores[0],
+        lambda scores: scores[:, ::2].flatten(0, 1),
+    ],
+)
+def test_views_of_any_kind_get_their_gradient(rows: Callable[[Tensor], Tensor]) -> None:
+    found = []
+    for run in (logits_cross_entropy, plain):
+        scores, _ = made()
+        logits = rows(scores * 2)
+        target = torch.arange(len(logits)) % logits.shape[1]
+        run(logits, target, RowLoss()).backward()
+        found.append(scores.grad)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-9)
+
+
 def test_a_target_that_is_no_class_is_an_error() -> None:
     scores, target = made()
     with pytest.raises(IndexError):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from daf.operators.chunked.cross_entropy import as_autocast, chunked_cross_entropy
+from daf.operators.chunked.logits_cross_entropy import RowLoss, logits_cross_entropy
 from daf.operators.eligibility import is_forward_mode
 from daf.operators.fusion_table import CallSite
 from daf.operators.operator_context import OperatorContext
@@ -36,7 +37,7 @@ LEAST_CLASSES = 1024
 _RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten})
 _UNCHANGED = frozenset({Tensor.contiguous, Tensor.float})
 # Gradients are held in the logits' own type until the loss is scaled, which fp16 lacks range for.
-TYPES = (torch.float32, torch.bfloat16)
+_TYPES = (torch.float32, torch.bfloat16)
 _BASIC_INDEX = (int, slice, type(None), type(Ellipsis))
 _LINEAR = "linear"
 
@@ -222,12 +223,31 @@ def _has_known_type(tensors: Sequence[Tensor]) -> bool:
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind):
         is_cast = all(each.dtype in (torch.float32, torch.bfloat16) for each in tensors)
-        return is_cast and torch.get_autocast_dtype(kind) in TYPES
-    return tensors[0].dtype in TYPES and len({each.dtype for each in tensors}) == 1
+        return is_cast and torch.get_autocast_dtype(kind) in _TYPES
+    return tensors[0].dtype in _TYPES and len({each.dtype for each in tensors}) == 1
 
 
 def _loss_call(call: OperatorCall) -> LossCall | None:
     return call.read(LossCall) if call.function is F.cross_entropy else None
+
+
+def are_logits(output: Tensor) -> bool:
+    """True of rows of so many classes that a loss of them may be worth another operator."""
+    return output.dim() >= 2 and output.shape[-1] >= LEAST_CLASSES and output.dtype in _TYPES
+
+
+def logits_loss(call: OperatorCall) -> Tensor | None:
+    """Return a cross-entropy's result by ``logits_cross_entropy``; None where that cannot serve."""
+    loss = _loss_call(call)
+    if loss is None or type(loss.input) is not Tensor or not are_logits(loss.input):
+        return None
+    logits = loss.input
+    has_gradient = torch.is_grad_enabled() and logits.requires_grad and not is_forward_mode()
+    if not has_gradient or not loss.is_fusible(logits.shape):
+        return None
+    asked = RowLoss(loss.ignore_index, loss.reduction, loss.label_smoothing)
+    found = logits_cross_entropy(logits, loss.target, asked)
+    return found if torch.is_autocast_enabled(logits.device.type) else found.to(logits.dtype)
 
 
 def _loss_of(logits: Logits, call: LossCall, *, twice: bool) -> Tensor:

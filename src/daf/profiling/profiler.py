@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from daf.capture.capture import Capture
-from daf.core.errors import DafError
+from daf.core.errors import BudgetError, DafError
 from daf.core.policy import Policy, coded_policy, plain_policy, with_planned_operators
 from daf.core.profile import ZERO, Affine, DeviceSpeeds, Profile
 from daf.memory.device_memory import DeviceMemory
@@ -91,6 +91,7 @@ class Profiler:
         self._operators = _Operators()
         self._growth = PeakGrowth()
         self._beside_bytes = 0
+        self._bound_bytes: float = math.inf
 
     def profile(
         self,
@@ -98,17 +99,23 @@ class Profiler:
         budget_bytes: int,
         own: Profile | None = None,
         on_progress: Callable[[str], None] = lambda _: None,
+        *,
+        is_bounded: bool = False,
+        is_fused: bool = False,
     ) -> Profile:
         """Measure at the sizes of ``probe_sizes`` and, for times, at smaller ones; takes seconds.
 
         A step runs only if expected to fit the budget, except the smallest step that training may
         take. If that one does not fit, neither does the job, and it names the least budget. With
-        ``own``, the profile of PyTorch's own operators, fused and chunked ones are measured. Raises
-        PoolFullError if the pool cannot hold even the smallest step of the tightest policy.
+        ``own``, the profile of PyTorch's own operators, or ``is_fused``, fused and chunked ones are
+        measured. Raises BudgetError if even the smallest step needs more than the budget and
+        ``is_bounded``, and PoolFullError if the pool cannot hold that of the tightest policy.
         """
+        # A refusal itself takes some: what unwinds it is read from PyTorch's files.
+        self._bound_bytes = budget_bytes - MARGIN_BYTES if is_bounded else math.inf
         gc.collect()  # what others left would be freed meanwhile, and seem not to be needed
         try:
-            return self._measured(context, budget_bytes, own, on_progress)
+            return self._measured(context, budget_bytes, own, on_progress, is_fused=is_fused)
         except (DafError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's own code may raise anything for a part
@@ -117,7 +124,7 @@ class Profiler:
             self._recover()
             reason = f"a part of it fails: {type(error).__name__}: {error}"[:300]
             context.choose(SplitChoice(WHOLE, refusal=reason))
-        return self._measured(context, budget_bytes, own, on_progress)
+        return self._measured(context, budget_bytes, own, on_progress, is_fused=is_fused)
 
     def _measured(
         self,
@@ -125,10 +132,16 @@ class Profiler:
         budget_bytes: int,
         own: Profile | None,
         on_progress: Callable[[str], None],
+        *,
+        is_fused: bool,
     ) -> Profile:
         device = device_of(self.model)
         self._operators = _Operators()
         with preserved_state(self.model, context.loss_fn, gradients=True):
+            if is_fused:
+                self._operators = _Operators(context.info.examples, chunk_bytes_on(device))
+                dry_run_of_least = partial(self._dry_run, context, lambda _: math.inf, budget_bytes)
+                self._bounded(dry_run_of_least)
             on_progress("the smallest step, and whether parts add up to the batch")
             smallest = None if own else self._choose_cut(context, budget_bytes)
             self._choice, examples = context.choice, context.info.examples
@@ -143,7 +156,7 @@ class Profiler:
             if smallest is None:
                 # Once unmeasured: code pages, thread pools and kernels' own buffers stay loaded.
                 on_progress("a first small step")
-                self._observe(context, sizes[0])
+                self._bounded(partial(self._observe, context, sizes[0]))
             observations = self._observations(context, sizes, budget_bytes, on_progress)
             on_progress("times")
             times = self._times(context, observations, budget_bytes)
@@ -167,7 +180,7 @@ class Profiler:
     def _choose_cut(self, context: StepContext, budget_bytes: float) -> Observation | None:
         chooser = CutChooser(
             self.model,
-            self._observe,
+            lambda context, examples: self._bounded(partial(self._observe, context, examples)),
             self._expected,
             self._recover,
             self._within,
@@ -192,12 +205,13 @@ class Profiler:
         assert smallest is not None
         return partial(self._expected, smallest)
 
-    def _dry_run(self, context: StepContext, expected: Expectation, budget_bytes: int) -> None:
+    def _dry_run(self, context: StepContext, expected: Expectation, budget_bytes: int) -> bool:
         wanted = (min(EXAMPLES, context.info.examples),)
         cut = context.choice.cut
         examples = _sizes_within(wanted, expected, budget_bytes, cut.least)[-1]
         policy = self._operators.of(TIGHTEST, examples)
         dry_run(self.capture, self.model, policy, context.batch, context.loss_fn, examples, cut)
+        return True
 
     def _observations(
         self,
@@ -215,9 +229,10 @@ class Profiler:
             if found and self._expected(found[-1], size) > budget_bytes:
                 break
             on_progress(f"bytes at {size}")
+            observe = partial(self._observe, context, size)
             fits = found and self._expected(found[0], found[0].examples) <= budget_bytes
-            bound_bytes = budget_bytes if fits else math.inf
-            observed = self._within(bound_bytes, partial(self._observe, context, size))
+            bound_bytes = budget_bytes if fits else self._bound_bytes
+            observed = self._within(bound_bytes, observe) if found else self._bounded(observe)
             if observed is None:
                 break
             found.append(observed)
@@ -382,6 +397,13 @@ class Profiler:
         found = self.keeper.within(budget_bytes, run)
         if found is None:
             self._recover()
+        return found
+
+    def _bounded(self, run: Callable[[], Found]) -> Found:
+        """Run what no smaller step has shown to fit."""
+        found = self._within(self._bound_bytes, run)
+        if found is None:
+            raise BudgetError("the smallest step needs more than the budget")
         return found
 
     def _make_room(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -79,8 +80,8 @@ class StepProfiles:
         self.fusion_refusal = ""
         # Fused operators read codes, which need kernels where the model is.
         can_fuse = can_fuse and self.may_fuse and can_code_on(device_of(self.model))
-        own = self.profile(context, budget_bytes, on_progress)
-        if not can_fuse or planner.kept_peak_bytes(own) <= budget_bytes:
+        own = self._own(context, budget_bytes, on_progress, can_fuse=can_fuse)
+        if own.is_fused or not can_fuse or planner.kept_peak_bytes(own) <= budget_bytes:
             return Profiles(own)
         try:
             found = self.profile(context, budget_bytes, on_progress, own)
@@ -89,16 +90,36 @@ class StepProfiles:
             return Profiles(own)
         return Profiles(own, found if found.gains_by_fusing else None)
 
+    def _own(
+        self,
+        context: StepContext,
+        budget_bytes: int,
+        on_progress: Callable[[str], None],
+        *,
+        can_fuse: bool,
+    ) -> Profile:
+        """Return the profile of PyTorch's own operators, or of fused ones where only these fit.
+
+        Where neither do, the budget is hopeless: the least that would do is found out beyond it.
+        """
+        for is_fused in (False, True) if can_fuse and budget_bytes else ():
+            with suppress(BudgetError):
+                return self.profile(
+                    context, budget_bytes, on_progress, is_bounded=True, is_fused=is_fused
+                )
+        return self.profile(context, budget_bytes, on_progress)
+
     def profile(
         self,
         context: StepContext,
         budget_bytes: int,
         on_progress: Callable[[str], None] = lambda _: None,
         own: Profile | None = None,
+        **bounds: bool,
     ) -> Profile:
         """Return one profile; the arguments are those of ``Profiler.profile``."""
         profiler = self.make_profiler()
-        found = profiler.profile(context, budget_bytes, own, on_progress)
+        found = profiler.profile(context, budget_bytes, own, on_progress, **bounds)
         self.proof_ms += profiler.proof_ms
         return found
 

@@ -1,19 +1,24 @@
 """A forward pass of a few examples, which finds what may be fused before the first real step.
 
-The pass runs unfused and so holds more than a fused one: next to nothing on a few examples.
+The pass runs unfused and so holds more than a fused one: next to nothing on a few examples, but for
+the logits of many classes, whose loss holds them once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from daf.capture.capture import Capture
 from daf.core.policy import Policy
+from daf.operators.linear_cross_entropy import logits_loss
+from daf.operators.protocol import OperatorCall
 from daf.step.batch_cut import BatchCut
 from daf.step.microbatch import LossFunction, likely_cut
 from daf.step.state_snapshot import preserved_state
+from daf.torch_compat.operator_mode import OperatorMode
 
 EXAMPLES = 4  # batch statistics need several; tensors of fewer elements are not worth fusing
 
@@ -39,6 +44,7 @@ def dry_run(
     def forward(part: Any) -> None:
         with (
             preserved_state(model, loss_fn),
+            OperatorMode(_run),
             capture.step(policy, seed=0, step_index=0, batch=part),
         ):
             loss_fn(model, part)
@@ -49,3 +55,10 @@ def dry_run(
         if is_whole:
             raise
         forward(batch)
+
+
+def _run(
+    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> Any:
+    found = logits_loss(OperatorCall(function, arguments, keywords))
+    return function(*arguments, **keywords) if found is None else found

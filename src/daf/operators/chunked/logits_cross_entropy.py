@@ -50,11 +50,16 @@ def logits_cross_entropy(logits: Tensor, target: Tensor, loss: RowLoss) -> Tenso
         IndexError: a target is no class, as PyTorch has it.
     """
     base = logits._base
-    # Rows of a larger tensor keep that alive, and the gradient is written over the whole of it.
-    if base is not None and base.numel() == logits.numel() and base.is_contiguous():
+    # The gradient is written over what its rows are a view of, where they are all of that.
+    if base is not None and _has_the_same_rows(base, logits):
         logits = base
     found: Tensor = _LogitsCrossEntropy.apply(logits, target, loss)  # type: ignore[no-untyped-call]
     return found
+
+
+def _has_the_same_rows(base: Tensor, logits: Tensor) -> bool:
+    is_whole = base.numel() == logits.numel() and base.is_contiguous() and logits.is_contiguous()
+    return is_whole and (base.shape[-1:], base.dtype) == (logits.shape[-1:], logits.dtype)
 
 
 def _plain(logits: Tensor, target: Tensor, loss: RowLoss) -> Tensor:

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.operators.chunked.logits_cross_entropy import RowLoss, logits_cross_entropy
-from daf.operators.eligibility import is_forward_mode
-from daf.operators.linear_cross_entropy import LEAST_CLASSES, TYPES, LossCall
+from daf.operators.linear_cross_entropy import are_logits, logits_loss
 from daf.operators.protocol import OperatorCall
 from daf.torch_compat.autograd_graph import pack_hook
 from daf.torch_compat.compiler import eagerly
@@ -71,7 +70,7 @@ class Losses:
     def _read(self, output: Tensor) -> Tensor:
         if output.dim() == 0:
             return output
-        if not self._is_inside or not _are_logits(output):
+        if not self._is_inside or not are_logits(output):
             found: Tensor = _Mean.apply(output)  # type: ignore[no-untyped-call]
             return found
         self._logits_bytes = max(self._logits_bytes or 0, output.nbytes / len(output))
@@ -81,16 +80,15 @@ class Losses:
     def _run(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Any:
+        if function is not F.cross_entropy or pack_hook() is not None:  # somebody else saves for it
+            return function(*arguments, **keywords)
         call = OperatorCall(function, arguments, keywords)
-        loss = call.read(LossCall) if function is F.cross_entropy else None
-        if loss is None or not _is_served(loss):
+        found = logits_loss(call)
+        if found is None:
             return function(*arguments, **keywords)
         for each in _thread.inside:  # whoever's logits they are
             each._is_known = True
-        asked = RowLoss(loss.ignore_index, loss.reduction, loss.label_smoothing)
-        found = logits_cross_entropy(loss.input, loss.target, asked)
-        widened = torch.is_autocast_enabled(loss.input.device.type)
-        return found if widened else found.to(loss.input.dtype)
+        return found
 
 
 class _Thread(threading.local):
@@ -98,24 +96,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def _is_served(loss: LossCall) -> bool:
-    """True of a loss of logits, in a graph that nobody else saves for."""
-    logits = loss.input
-    return (
-        type(logits) is Tensor
-        and _are_logits(logits)
-        and loss.is_fusible(logits.shape)
-        and torch.is_grad_enabled()
-        and logits.requires_grad
-        and not is_forward_mode()
-        and pack_hook() is None
-    )
-
-
-def _are_logits(output: Tensor) -> bool:
-    return output.dim() >= 2 and output.shape[-1] >= LEAST_CLASSES and output.dtype in TYPES
 
 
 class _Mean(torch.autograd.Function):
