@@ -69,20 +69,20 @@ struct Call {
 
 inline Channels columns(uint64_t count, uint64_t inner) { return {count, count == 1 ? 1 : inner}; }
 
-inline void read_record(Fields& from, Affine& affine) {
-  from.read(affine.channels, affine.inner, affine.scale, affine.shift);
-}
+// A record whose fields are those of `it`, in this order.
+#define DAF_RECORD(Type, ...) \
+  inline void read_record(Fields& from, Type& it) { from.read(__VA_ARGS__); }
 
-inline void read_record(Fields& from, Pages& pages) {
-  from.read(pages.region, pages.page_bytes, pages.table, pages.count, pages.runs, pages.full_runs,
-            pages.bits, pages.kept);
-}
+DAF_RECORD(Affine, it.channels, it.inner, it.scale, it.shift)
+DAF_RECORD(Pages, it.region, it.page_bytes, it.table, it.count, it.runs, it.full_runs, it.bits,
+           it.kept)
+DAF_RECORD(Extent, it.first, it.last)
+DAF_RECORD(Moments, it.epsilon, it.centred)
+DAF_RECORD(NormGradient, it.gradient, it.destination, it.of_value, it.of_gradient)
+DAF_RECORD(RowGradient, it.length, it.centred, it.gradient, it.destination, it.gamma, it.scale,
+           it.beta, it.of_gamma, it.workspace)
 
-inline void read_record(Fields& from, Extent& blocks) { from.read(blocks.first, blocks.last); }
-
-inline void read_record(Fields& from, Moments& moments) {
-  from.read(moments.epsilon, moments.centred);
-}
+#undef DAF_RECORD
 
 inline void read_record(Fields& from, SumsPlaces& sums) {
   uint64_t count = 1, inner = 1;
@@ -94,15 +94,6 @@ inline void read_record(Fields& from, SumsPlaces& sums) {
 inline void read_record(Fields& from, Emission& emission) {
   from.read(emission.destination, emission.addend, emission.affine, emission.most);
   if (std::isinf(emission.most)) emission.most = std::nanf("");
-}
-
-inline void read_record(Fields& from, NormGradient& gradient) {
-  from.read(gradient.gradient, gradient.destination, gradient.of_value, gradient.of_gradient);
-}
-
-inline void read_record(Fields& from, RowGradient& rows) {
-  from.read(rows.length, rows.centred, rows.gradient, rows.destination, rows.gamma, rows.scale,
-            rows.beta, rows.of_gamma, rows.workspace);
 }
 
 inline void read_record(Fields& from, Call& call) {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from daf.memory import account_meter, glibc, process_memory
-from daf.memory.account_meter import ResidentMeter, open_meter
+from daf.memory import glibc, process_memory
 from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reason
+from daf.memory.statistics import ResidentMeter, open_meter
 
 MIB = 2**20
 needs_account = pytest.mark.skipif(
@@ -49,9 +49,9 @@ def test_samples_are_raised_by_what_they_missed_of_the_highest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     resident = iter([100, 130, 150, 120])
-    monkeypatch.setattr(account_meter.process_memory, "resident_bytes", lambda: next(resident))
-    monkeypatch.setattr(account_meter.process_memory, "peak_bytes", lambda: 165)
-    monkeypatch.setattr(account_meter.process_memory, "reset_peak", lambda: None)
+    monkeypatch.setattr(process_memory, "resident_bytes", lambda: next(resident))
+    monkeypatch.setattr(process_memory, "peak_bytes", lambda: 165)
+    monkeypatch.setattr(process_memory, "reset_peak", lambda: None)
     meter = ResidentMeter()
     meter.begin()
     peaks = [meter.take_peak() for _ in range(3)]
@@ -62,9 +62,9 @@ def test_samples_are_raised_by_what_they_missed_of_the_highest(
 
 def test_samples_that_missed_nothing_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = iter([100, 130])
-    monkeypatch.setattr(account_meter.process_memory, "resident_bytes", lambda: next(resident))
-    monkeypatch.setattr(account_meter.process_memory, "peak_bytes", lambda: 120)
-    monkeypatch.setattr(account_meter.process_memory, "reset_peak", lambda: None)
+    monkeypatch.setattr(process_memory, "resident_bytes", lambda: next(resident))
+    monkeypatch.setattr(process_memory, "peak_bytes", lambda: 120)
+    monkeypatch.setattr(process_memory, "reset_peak", lambda: None)
     meter = ResidentMeter()
     meter.begin()
     peaks = [meter.take_peak()]

@@ -16,8 +16,7 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 from daf.memory.allocation_log import recorded, track
-from daf.memory.history import History
-from daf.memory.memory_events import MemoryEvent, live_after, snapshot_of
+from daf.memory.history import History, MemoryEvent, live_after, snapshot_of
 from daf.memory.recycling_allocator import unsupported_reason
 
 MIB = 2**20

@@ -10,8 +10,7 @@ import torch
 from daf.core.errors import PoolFullError
 from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reason
 from daf.memory.statistics import stats
-from daf.pool.default import make_store
-from daf.pool.paged_pool import PagedStore, PlaneTensor
+from daf.pool.paged_pool import PagedStore, PlaneTensor, make_store
 from daf.pool.store import PlainStore
 
 PAGE = 4096
@@ -153,7 +152,7 @@ def test_the_default_store_is_the_pool_where_addresses_are_plenty(
 ) -> None:
     assert isinstance(make_store(), PagedStore)
     assert make_store(10**6).cap_bytes == 10**6  # type: ignore[attr-defined]
-    monkeypatch.setattr("daf.pool.default.soft_limit_bytes", lambda _: 2**33)
+    monkeypatch.setattr("daf.pool.paged_pool.soft_limit_bytes", lambda _: 2**33)
     assert isinstance(make_store(), PlainStore)
     assert isinstance(make_store(10**6), PagedStore)
 
@@ -162,7 +161,7 @@ def test_where_the_pool_cannot_be_plain_buffers_serve(monkeypatch: pytest.Monkey
     def refuse(*_: object, **__: object) -> None:
         raise PoolFullError("no addresses")
 
-    monkeypatch.setattr("daf.pool.default.PagedStore", refuse)
+    monkeypatch.setattr("daf.pool.paged_pool.PagedStore", refuse)
     assert isinstance(make_store(), PlainStore)
     with pytest.raises(PoolFullError):
         make_store(10**6)

@@ -19,7 +19,7 @@ from daf.capture.compress import compress
 from daf.codecs.coder import Coder
 from daf.core.code_format import code_bytes
 from daf.core.policy import Method, Need, Treatment, coded_policy
-from daf.pool.default import make_store
+from daf.pool.paged_pool import make_store
 
 ROWS, WIDTH = 64, 40  # a block of 256 crosses rows
 ODD = (math.nan, math.inf, -math.inf)

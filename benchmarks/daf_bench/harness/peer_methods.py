@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from daf.capture.capture import Capture
 from daf.core.errors import PlatformError, UnknownNameError
 from daf.core.policy import Policy
-from daf.pool.default import make_store
+from daf.pool.paged_pool import make_store
 from daf.step.microbatch import LossFunction, likely_cut, read_loss
 from daf.torch_compat import compiler
 from daf_bench.accuracy.published_allocation import gact_policy, minmax_policy

@@ -48,9 +48,8 @@ from daf.offload.spill import SpillOptions, SpillStore
 from daf.operators.dispatch import OperatorDispatch
 from daf.operators.operator_context import OperatorContext
 from daf.operators.registry import OperatorFamilies
-from daf.pool.default import make_store
 from daf.pool.device_pool import DeviceStores
-from daf.pool.paged_pool import PagedStore
+from daf.pool.paged_pool import PagedStore, make_store
 from daf.pool.store import Store
 from daf.recompute.replay import ReplayLog
 from daf.saved_tensors.evictions import Evictions
@@ -76,7 +75,7 @@ class Capture:
     Args:
         model: what is captured.
         store: where codes go; no other capture's. Default: the paged pool
-            (``daf.pool.default.make_store``). Codes of tensors on a GPU go to a pool there under
+            (``daf.pool.paged_pool.make_store``). Codes of tensors on a GPU go to a pool there under
             the same cap (``devices``).
         spill: where *spill* treatments write; nothing is opened before one does.
         host: how much of a device's codes may wait in host memory; None: none.

@@ -26,7 +26,7 @@ from daf.core.reports import CaptureStats, FusionReport, SiteReport
 from daf.core.units import parse_optional_bytes
 from daf.offload.host_codes import host_options
 from daf.offload.spill import SpillOptions
-from daf.pool.default import make_store
+from daf.pool.paged_pool import make_store
 from daf.saved_tensors.sites import mix_key
 
 

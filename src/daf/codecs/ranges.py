@@ -35,7 +35,7 @@ STRATEGIES = (*(strategy.name.lower() for strategy in RangeStrategy), PYTORCH)
 CACHE_VARIABLE = "DAF_CACHE"
 LEAST_ELEMENTS = 1 << 16  # below this, choosing takes as long as reducing
 PART_ELEMENTS = 1 << 20  # the part of a larger tensor that all strategies are tried on
-_STARTING_SECONDS = 1.5e-4  # at most: the host starts and awaits a strategy's kernels on a GPU
+MOST_ELEMENTS = 1 << 23  # that strategies are timed on by a processor; more would tell the same
 
 Ends = tuple[Tensor, Tensor]
 
@@ -112,35 +112,31 @@ class _Trial:
     def __init__(self, tensor: Tensor, cut: Cut) -> None:
         self._tensor = tensor
         self._cut = cut
-
-    @property
-    def size(self) -> int:
-        return self._tensor.numel()
-
-    @property
-    def start_seconds(self) -> float:
-        return 0.0 if is_processor(self._tensor.device) else _STARTING_SECONDS
+        self._is_processor = is_processor(tensor.device)
 
     def usual(self) -> str | None:
         """The default of the processor's kernels; None on a GPU, where no rule is known."""
-        if not is_processor(self._tensor.device):
+        if not self._is_processor:
             return None
-        return range_strategy(self.size, torch.get_num_threads(), *self._cut).name.lower()
+        count = self._tensor.numel()
+        return range_strategy(count, torch.get_num_threads(), *self._cut).name.lower()
 
     def warm_up(self, name: str) -> None:
         """Compile a GPU's kernels for the sizes; a processor only starts its threads."""
-        is_compiled = not is_processor(self._tensor.device)
-        ends_by(self._tensor if is_compiled else self._first(LEAST_ELEMENTS), self._cut, name)
+        ends_by(self._first(LEAST_ELEMENTS if self._is_processor else None), self._cut, name)
         _wait_for(self._tensor.device)
 
     def seconds(self, name: str) -> float:
-        return _seconds(lambda: ends_by(self._tensor, self._cut, name), self._tensor.device)
+        items = self._first(MOST_ELEMENTS if self._is_processor else None)
+        return _seconds(lambda: ends_by(items, self._cut, name), self._tensor.device)
 
-    def part(self) -> _Trial | None:
-        first = self._first(PART_ELEMENTS)
-        return _Trial(first, self._cut) if first.numel() < self.size else None
+    def part(self) -> _Trial:
+        return _Trial(self._first(PART_ELEMENTS), self._cut)
 
-    def _first(self, count: int) -> Tensor:
+    def _first(self, count: int | None) -> Tensor:
+        """Return at most ``count`` elements, but a whole number of all channels."""
+        if count is None or count >= self._tensor.numel():
+            return self._tensor
         once = self._cut.channels * self._cut.inner
         return in_memory_order(self._tensor)[: max(once, count // once * once)]
 

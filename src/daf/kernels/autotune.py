@@ -21,22 +21,13 @@ Clock = Callable[[], float]
 
 CALIBRATION_SECONDS = 0.04  # with the file and the last run less than 0.05 in all
 MARGIN = 0.03  # a challenger must be faster by this much: noise must not flip
-HOPELESS = 3.0  # times the best seconds: slower strategies are not tried further
-CAUTION = 3.0  # a part may lie in a cache that the whole input does not fit
-_LEAST_SAMPLES = 3  # before a strategy is dropped
+HOPELESS = 3.0  # times the best seconds: slower strategies are tried on a part only
+STARTING_SECONDS = 1.5e-4  # at most: the host starts and awaits a strategy's kernels on a GPU
 _MOST_SAMPLES = 9
 
 
 class Trial(Protocol):
     """One call that strategies compete for."""
-
-    @property
-    def size(self) -> int:
-        """Amount of work; seconds grow about in proportion."""
-
-    @property
-    def start_seconds(self) -> float:
-        """Seconds that a run may take however little work there is."""
 
     def usual(self) -> str | None:
         """Return the strategy to keep unless another is clearly faster; None: nothing is known."""
@@ -47,8 +38,8 @@ class Trial(Protocol):
     def seconds(self, name: str) -> float:
         """Return the seconds of one run."""
 
-    def part(self) -> Trial | None:
-        """Return the same on a small part of the input; None if the input is small itself."""
+    def part(self) -> Trial:
+        """Return the same on a small part of the input, or itself if the input is small."""
 
 
 def calibrate(
@@ -57,87 +48,38 @@ def calibrate(
     limit_seconds: float = CALIBRATION_SECONDS,
     clock: Clock = time.perf_counter,
 ) -> dict[str, float]:
-    """Return each strategy's seconds, found within ``limit_seconds`` besides compiling.
+    """Return each strategy's seconds, found within ``limit_seconds`` besides warming up.
 
-    If the input has a part, all strategies run on it first, and only those not hopeless there run
-    on the whole, best first, while time lasts. The others are predicted from the part, none below
-    those run. Beyond the limit go at most one run of each strategy on the part (or on an input
-    without one), and runs slower than predicted. KernelError: there is nothing to choose from.
+    All run once on a part of the input, and those not hopeless there run on the whole in turn, best
+    first, while time lasts. The others are predicted from the part, none below those run. Beyond
+    the limit go at most the runs on the part, and what a run is slower than the slowest before it.
+    KernelError: there is nothing to choose from.
     """
     if not strategies:
         raise KernelError("asked to choose among no strategies; give at least one")
-    allowance = _Allowance(limit_seconds, clock)
-    part = trial.part()
-    small = part or trial
-    samples = {name: [allowance.first_run(name, small)] for name in strategies}
-    seconds = _medians(samples, strategies, small, allowance, _LEAST_SAMPLES)
-    if part is not None:
-        return _of_all(seconds, part, trial, allowance)
-    hopeful = _hopeful(seconds, trial.start_seconds)
-    return _medians(samples, hopeful, trial, allowance, _MOST_SAMPLES)
+    end = clock() + limit_seconds
 
-
-class _Allowance:
-    """The time that is left, not counting compiling."""
-
-    def __init__(self, seconds: float, clock: Clock) -> None:
-        self._clock = clock
-        self._end = clock() + seconds
-
-    def allows(self, seconds: float) -> bool:
-        return self._clock() + seconds <= self._end
-
-    def first_run(self, name: str, trial: Trial) -> float:
-        """Return the seconds of a run after a warm-up, whose excess over it counts as compiling."""
-        begin = self._clock()
+    def first_run(name: str, trial: Trial) -> float:
+        nonlocal end
+        begin = clock()
         trial.warm_up(name)
-        between = self._clock()
-        seconds = trial.seconds(name)
-        again = self._clock() - between
-        self._end += max(0.0, between - begin - again)
-        return seconds
+        end += clock() - begin
+        return trial.seconds(name)
 
-
-def _medians(
-    samples: dict[str, list[float]],
-    names: Sequence[str],
-    trial: Trial,
-    allowance: _Allowance,
-    most: int,
-) -> dict[str, float]:
-    """Return medians of all samples, running names in turn until ``most`` each or time is up."""
-    for _ in range(most):
-        for name in names:
-            if len(samples[name]) < most and allowance.allows(samples[name][-1]):
-                samples[name].append(trial.seconds(name))
-    return {name: statistics.median(taken) for name, taken in samples.items()}
-
-
-def _of_all(
-    of_part: dict[str, float], part: Trial, trial: Trial, allowance: _Allowance
-) -> dict[str, float]:
-    """Return seconds on the whole input; what did not run is predicted, none below those run."""
-    growth = trial.size / part.size
+    part = trial.part()
+    of_part = {name: first_run(name, part) for name in strategies}
+    most = HOPELESS * min(of_part.values()) + STARTING_SECONDS
+    hopeful = [name for name in sorted(of_part, key=of_part.__getitem__) if of_part[name] <= most]
     samples: dict[str, list[float]] = {}
-    for name in _hopeful(of_part, part.start_seconds):
-        beyond = max(0.0, of_part[name] - part.start_seconds)
-        foreseen = _pace(samples, of_part) * of_part[name] if samples else CAUTION * growth * beyond
-        if not allowance.allows(foreseen):
-            break
-        samples[name] = [allowance.first_run(name, trial)]
-    seconds = _medians(samples, [*samples], trial, allowance, _MOST_SAMPLES)
-    pace = _pace({name: [each] for name, each in seconds.items()}, of_part) if seconds else growth
+    slowest = 0.0
+    for name in hopeful * _MOST_SAMPLES:
+        if clock() + slowest <= end:
+            taken = trial.seconds(name) if name in samples else first_run(name, trial)
+            samples.setdefault(name, []).append(taken)
+            slowest = max(slowest, taken)
+    seconds = {name: statistics.median(taken) for name, taken in samples.items()}
+    pace = max((each / of_part[name] for name, each in seconds.items()), default=1.0)
     return {name: seconds.get(name, pace * each) for name, each in of_part.items()}
-
-
-def _hopeful(of_part: dict[str, float], start_seconds: float) -> list[str]:
-    """Return the names within ``HOPELESS`` of the best, fastest first, allowing for start costs."""
-    most = HOPELESS * min(of_part.values()) + start_seconds
-    return [name for name in sorted(of_part, key=of_part.__getitem__) if of_part[name] <= most]
-
-
-def _pace(samples: Mapping[str, Sequence[float]], of_part: Mapping[str, float]) -> float:
-    return max(taken[0] / of_part[name] for name, taken in samples.items())
 
 
 @dataclass

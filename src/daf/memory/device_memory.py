@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from daf.core.errors import PlatformError
-from daf.memory.account_meter import Meter
 from daf.memory.keeper import MemoryDomain
+from daf.memory.statistics import Meter
 
 # In PyTorch's order of reading.
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")

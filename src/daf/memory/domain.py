@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from daf.core.errors import PlatformError
-from daf.memory import account_meter, process_memory
+from daf.memory import process_memory
 from daf.memory.device_limit import DeviceKeeper
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.keeper import GiveBack, Keeper
 from daf.memory.keeper import MemoryDomain as MemoryDomain
 from daf.memory.process_limit import MemoryKeeper
-from daf.memory.statistics import stats
+from daf.memory.statistics import open_meter, stats
 from daf.torch_compat.modules import parameters_of
 
 
@@ -24,7 +24,7 @@ class ProcessMemory(MemoryDomain):
     peak_and_swapped_bytes = staticmethod(process_memory.peak_and_swapped_bytes)
     peak_bytes = staticmethod(process_memory.peak_bytes)
     reset_peak = staticmethod(process_memory.reset_peak)
-    meter = staticmethod(account_meter.open_meter)
+    meter = staticmethod(open_meter)
 
     def account_bytes(self) -> int:
         return stats()["held_bytes.current"]

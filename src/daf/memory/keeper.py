@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from daf.memory.account_meter import Meter
+from daf.memory.statistics import Meter
 
 Found = TypeVar("Found")
 GiveBack = Callable[[int], int]  # frees at least so many bytes of other memory, returns how many

@@ -7,7 +7,7 @@ Before an allocator is entered all counts are 0, except those of the pool of cod
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from daf._native import allocator as native
 from daf.core.errors import PlatformError
-from daf.memory.process_memory import field_bytes
+from daf.memory import process_memory
 
 _SMAPS = Path("/proc/self/smaps")
 _SMAPS_ROLLUP = Path("/proc/self/smaps_rollup")
@@ -83,6 +83,61 @@ def reset_peaks() -> None:
     for watch in [*PeakWatch._entered]:
         watch._note()
     native.reset_peaks()
+
+
+class Meter:
+    """Exact peaks of live bytes: ``begin``, then ``take_peak`` after every moment."""
+
+    is_exact = True
+
+    def __init__(self, live_bytes: Callable[[], int], take_peak_bytes: Callable[[], int]) -> None:
+        self._live_bytes = live_bytes
+        self._take_peak_bytes = take_peak_bytes  # returns the peak and starts a new one
+        self._level = 0
+
+    def begin(self) -> None:
+        """Take what is live now as the level that peaks are counted from."""
+        self._take_peak_bytes()
+        self._level = self._live_bytes()
+
+    def take_peak(self) -> int:
+        """Return the peak (bytes above the level) since the last call."""
+        return self._take_peak_bytes() - self._level
+
+    def finish(self, peaks: list[int]) -> None:
+        """Correct the peaks in place, if they are known better now."""
+
+
+class ResidentMeter(Meter):
+    """Samples of the resident size: for allocations that do not pass DAF's allocator."""
+
+    is_exact = False
+
+    def __init__(self) -> None:
+        super().__init__(process_memory.resident_bytes, process_memory.resident_bytes)
+
+    def begin(self) -> None:
+        process_memory.reset_peak()
+        self._level = self._live_bytes()
+
+    def finish(self, peaks: list[int]) -> None:
+        """Raise all peaks by what the samples missed of the highest."""
+        missed = process_memory.peak_bytes() - self._level - max(peaks, default=0)
+        if missed > 0:
+            peaks[:] = [peak + missed for peak in peaks]
+
+
+def open_meter() -> Meter:
+    """Return the best meter available now."""
+    if not native.is_installed():
+        return ResidentMeter()
+    return Meter(lambda: int(native.statistics()["live_bytes.current"]), _take_peak_bytes)
+
+
+def _take_peak_bytes() -> int:
+    peak = int(native.statistics()["live_bytes.peak"])
+    reset_peaks()
+    return peak
 
 
 @contextmanager
@@ -159,7 +214,7 @@ def audit() -> Audit:
     counts = native.statistics()
     held = counts["held_bytes.current"]
     large = held - counts["small_bytes.current"] - counts["external_bytes.current"]
-    resident = field_bytes(_SMAPS_ROLLUP.read_bytes(), "Rss", _SMAPS_ROLLUP)
+    resident = process_memory.field_bytes(_SMAPS_ROLLUP.read_bytes(), "Rss", _SMAPS_ROLLUP)
     return Audit(resident, _range_bytes(*native.address_range()), held, large)
 
 

@@ -17,8 +17,9 @@ from daf.core.code_format import plane_bytes
 from daf.core.code_tables import rotated_error
 from daf.core.errors import KernelError, PoolFullError
 from daf.kernels import PageFields
+from daf.memory.process_memory import soft_limit_bytes
 from daf.pool.page_size import DEFAULT_PAGE_BYTES, DEVICE_ENTRY_BYTES, TABLE_ENTRY_BYTES, PageFitter
-from daf.pool.store import PlaneOptions
+from daf.pool.store import PlainStore, PlaneOptions, Store
 from daf.pool.views import Evicted, EvictedPlane, PlaneView, PoolStatistics
 
 _ADDRESS_SPACE_BYTES = 2**38
@@ -218,6 +219,22 @@ class PagedStore:
     def statistics(self) -> PoolStatistics:
         """Return the current account."""
         return PoolStatistics(*self.native.statistics())
+
+
+def make_store(cap_bytes: int | None = None) -> Store:
+    """Return the paged pool; plain buffers where addresses are short and no cap was asked for.
+
+    ``cap_bytes`` (None: no cap) includes page tables and records. KernelError: it is invalid;
+    PoolFullError: it was asked for, and the system grants no addresses.
+    """
+    if cap_bytes is None and soft_limit_bytes("RLIMIT_AS") is not None:
+        return PlainStore()  # the range that the pool reserves would be missing elsewhere
+    try:
+        return PagedStore(cap_bytes, page_bytes=None, charged=True)
+    except PoolFullError:
+        if cap_bytes is not None:
+            raise
+        return PlainStore()
 
 
 def plane_importance(count: int, bits: int, weight: float = 1.0) -> list[float]:

@@ -42,7 +42,7 @@ from daf.profiling.profile_assembly import build
 from daf.profiling.replay_proof import ProofLimits, most_ms, prove_replays, refuse_replays
 from daf.profiling.split_choice import LEAST_WITH_STATISTICS, CutChooser, bytes_to_prove
 from daf.profiling.step_observer import Observer
-from daf.profiling.step_times import StepTimer, Times, halvings
+from daf.profiling.step_times import Times, fastest_ms, halvings, timed_ms
 from daf.profiling.terse_saves import terse_bytes
 from daf.saved_tensors.observation import Observation
 from daf.step.batch_cut import WHOLE
@@ -295,17 +295,23 @@ class Profiler:
         ]
         is_cut = fitting and not self._choice.refusal
         sizes = [*halvings(fitting[-1], self._choice.cut.least)] if is_cut else fitting
-        timer = StepTimer(self.capture, self.memory, self._operators.of, self._settle)
-        timed = partial(timer.fastest, context)
+
+        def fastest(policy: Policy, size: int) -> float:
+            policy = self._operators.of(policy, size)
+            run = partial(timed_ms, self.capture, self.memory, context, policy, size)
+            found_ms = fastest_ms(run)
+            self._settle()
+            return found_ms
+
         kept = []
         for size in sorted(sizes):
-            step_ms = self._within(budget_bytes, partial(timed, plain_policy(), size))
+            step_ms = self._within(budget_bytes, partial(fastest, plain_policy(), size))
             if step_ms is None:
                 break
             kept.append((size, step_ms))
         if not kept:
             return Times(((largest.examples, largest.step_ms),))
-        return Times(tuple(kept), timed(TIGHTEST, kept[-1][0]))
+        return Times(tuple(kept), fastest(TIGHTEST, kept[-1][0]))
 
     def _replay_refusals(
         self, context: StepContext, smallest: Observation, times: Times, budget_bytes: int

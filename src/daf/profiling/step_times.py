@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
@@ -25,39 +24,28 @@ class Times(NamedTuple):
     coded_ms: float | None = None
 
 
-@dataclass(eq=False)
-class StepTimer:
-    """Times steps of a model by its capture.
+def fastest_ms(run: Callable[[], float]) -> float:
+    """Return the least time of some runs: disturbances only add time."""
+    found_ms: list[float] = []
+    while len(found_ms) < 2 or (sum(found_ms) < TOGETHER_MS and len(found_ms) < MOST_RUNS):
+        found_ms.append(run())
+    return min(found_ms)
 
-    Args:
-        planned: the policy of a step of so many examples, with the operators that it will have.
-        settle: notes and frees what steps left, once no gradient is left.
-    """
 
-    capture: Capture
-    memory: MemoryDomain
-    planned: Callable[[Policy, int], Policy]
-    settle: Callable[[], None]
-
-    def fastest(self, context: StepContext, policy: Policy, examples: int) -> float:
-        """Return the least time of some steps (ms): disturbances only add time."""
-        found_ms: list[float] = []
-        while len(found_ms) < 2 or (sum(found_ms) < TOGETHER_MS and len(found_ms) < MOST_RUNS):
-            found_ms.append(self._once(context, policy, examples))
-        self.settle()
-        return min(found_ms)
-
-    def _once(self, context: StepContext, policy: Policy, examples: int) -> float:
-        part, policy = context.first(examples), self.planned(policy, examples)
-        self.memory.wait()
-        start_s = time.perf_counter()
-        with self.capture.step(policy, seed=0, step_index=0, batch=part):
-            loss = read_loss(context.loss_fn(self.capture.model, part), examples)
-        loss.mean.backward()  # type: ignore[no-untyped-call]
-        self.memory.wait()
-        passed_ms = 1000.0 * (time.perf_counter() - start_s)
-        nn.Module.zero_grad(self.capture.model)  # as plain code, whatever overrides it
-        return passed_ms
+def timed_ms(
+    capture: Capture, memory: MemoryDomain, context: StepContext, policy: Policy, examples: int
+) -> float:
+    """Return the time of a step of so many examples under a policy; no gradient is left."""
+    part = context.first(examples)
+    memory.wait()
+    start_s = time.perf_counter()
+    with capture.step(policy, seed=0, step_index=0, batch=part):
+        loss = read_loss(context.loss_fn(capture.model, part), examples)
+    loss.mean.backward()  # type: ignore[no-untyped-call]
+    memory.wait()
+    passed_ms = 1000.0 * (time.perf_counter() - start_s)
+    nn.Module.zero_grad(capture.model)  # as plain code, whatever overrides it
+    return passed_ms
 
 
 def halvings(examples: int, least: int) -> Iterator[int]:

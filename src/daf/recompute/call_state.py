@@ -149,7 +149,7 @@ class CallState:
         self._objects = tuple(each for each in inputs if _is_object(each))
         self._training = tuple(part.training for part in module.modules())
         self._tensors = ModuleTensors(module, path)
-        self._autocast = [_Autocast.now(kind) for kind in {"cpu"} | {d.type for d in devices}]
+        self._autocast = [_autocast_now(kind) for kind in {"cpu"} | {d.type for d in devices}]
         self._random: RandomState | None = generators.state(
             device for device in devices if device.type == "cuda"
         )
@@ -203,8 +203,9 @@ class CallState:
         with ExitStack() as stack:
             if self._random is not None:
                 stack.enter_context(self._random.restored())
-            for autocast in self._autocast:
-                stack.enter_context(autocast.restored())
+            for then in self._autocast:
+                if then["enabled"] or torch.is_autocast_enabled(then["device_type"]):
+                    stack.enter_context(torch.autocast(**then))
             self._restore_training(stack)
             self._tensors.freeze_as_then(stack)
             stack.enter_context(self._buffers_restored())
@@ -279,29 +280,11 @@ def _copies_of_buffers(module: nn.Module) -> Iterator[_Buffer]:
             yield _Buffer(part, name, copies[id(buffer)], weakref.ref(buffer))
 
 
-class _Autocast(NamedTuple):
-    """Autocast's state for one kind of device."""
-
-    kind: str
-    enabled: bool
-    dtype: torch.dtype
-    cached: bool
-
-    @classmethod
-    def now(cls, kind: str) -> _Autocast:
-        return cls(
-            kind,
-            torch.is_autocast_enabled(kind),
-            torch.get_autocast_dtype(kind),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        if not self.enabled and not torch.is_autocast_enabled(self.kind):
-            yield
-            return
-        with torch.autocast(
-            self.kind, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cached
-        ):
-            yield
+def _autocast_now(kind: str) -> dict[str, Any]:
+    """Return autocast's state for one kind of device, as ``torch.autocast`` takes it."""
+    return {
+        "device_type": kind,
+        "enabled": torch.is_autocast_enabled(kind),
+        "dtype": torch.get_autocast_dtype(kind),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }

@@ -25,7 +25,7 @@ from daf.core.policy import LEAST_SCORE_BITS, Policy, Site, coded_policy, with_c
 from daf.core.profile import Profile
 from daf.memory.keeper import Keeper
 from daf.planning import planner
-from daf.pool.default import make_store
+from daf.pool.paged_pool import make_store
 from daf.profiling.optimizer_probe import divides_by_gradients
 from daf.recompute.python_state import Surroundings
 from daf.sensitivity.estimate import Effort, measure_sensitivity

@@ -22,7 +22,7 @@ from daf.memory.owners import owners
 from daf.offload.host_codes import host_options
 from daf.offload.spill import SpillOptions
 from daf.planning.planner import Constraints
-from daf.pool.default import make_store
+from daf.pool.paged_pool import make_store
 from daf.profiling.profiler import Profiler
 from daf.sensitivity.result import Sensitivity
 from daf.sensitivity.tracker import SensitivityTracker

@@ -9,7 +9,7 @@ from daf.core.plan import Plan
 from daf.files.records import write_json, write_lines
 from daf.offload.host_codes import host_options
 from daf.planning.noise import expected_noise
-from daf.pool.default import make_store
+from daf.pool.paged_pool import make_store
 from daf.session.session import Session
 from daf.step.dry_run import dry_run
 from daf.step.microbatch import likely_cut

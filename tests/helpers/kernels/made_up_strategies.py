@@ -13,19 +13,18 @@ COMPILING = 0.6
 class Machine:
     """Strategies that take what tables say, on a clock that only they move; remembers what ran.
 
-    ``of_part`` makes the input one with a part, ``growth`` times as small. A first run of a
-    strategy, on the part and on the whole, compiles. To warm up is to run, or takes ``warming``.
+    ``of_part`` makes the input one with a part. A first run of a strategy, on the part and on the
+    whole, compiles. To warm up is to run, or takes ``warming``.
     """
 
     def __init__(
         self,
         seconds: dict[str, float],
         of_part: dict[str, float] | None = None,
-        growth: int = 256,
         compiling: float = 0.0,
         warming: float | None = None,
     ) -> None:
-        self.seconds, self.of_part, self.growth = dict(seconds), of_part, growth
+        self.seconds, self.of_part = dict(seconds), of_part
         self.compiling, self.warming = compiling, warming
         self.now = 0.0
         self.ran: list[str] = []  # and timed
@@ -55,19 +54,10 @@ class Input:
     """A trial on that machine."""
 
     def __init__(
-        self,
-        machine: Machine,
-        usual: str | None = None,
-        start_seconds: float = 0.0,
-        *,
-        is_part: bool = False,
+        self, machine: Machine, usual: str | None = None, *, is_part: bool = False
     ) -> None:
-        self.machine, self.start_seconds, self._usual = machine, start_seconds, usual
+        self.machine, self._usual = machine, usual
         self._is_part = is_part
-
-    @property
-    def size(self) -> int:
-        return 1 if self._is_part else self.machine.growth
 
     def usual(self) -> str | None:
         return self._usual
@@ -81,7 +71,7 @@ class Input:
     def seconds(self, name: str) -> float:
         return self.machine.run(name, on_part=self._is_part, timed=True)
 
-    def part(self) -> Input | None:
+    def part(self) -> Input:
         if self._is_part or self.machine.of_part is None:
-            return None
-        return Input(self.machine, self._usual, self.start_seconds, is_part=True)
+            return self
+        return Input(self.machine, self._usual, is_part=True)
