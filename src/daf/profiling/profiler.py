@@ -20,7 +20,7 @@ from torch import nn
 
 from daf.capture.capture import Capture
 from daf.core.errors import BudgetError, DafError
-from daf.core.policy import Policy, coded_policy, plain_policy, with_planned_operators
+from daf.core.policy import Policy, plain_policy
 from daf.core.profile import ZERO, Affine, DeviceSpeeds, Profile
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain, device_of
@@ -40,7 +40,15 @@ from daf.profiling.model_memory import (
 )
 from daf.profiling.profile_assembly import build
 from daf.profiling.replay_proof import ProofLimits, most_ms, prove_replays, refuse_replays
-from daf.profiling.split_choice import LEAST_WITH_STATISTICS, CutChooser, bytes_to_prove
+from daf.profiling.small_steps import (
+    TIGHTEST,
+    TIGHTEST_BITS,
+    Expectation,
+    StepOperators,
+    probe_sizes,
+    sizes_within,
+)
+from daf.profiling.split_choice import CutChooser, bytes_to_prove
 from daf.profiling.step_observer import Observer
 from daf.profiling.step_times import Times, fastest_ms, halvings, timed_ms
 from daf.profiling.terse_saves import terse_bytes
@@ -54,8 +62,6 @@ from daf.step.state_snapshot import preserved_state
 
 Found = TypeVar("Found")
 
-# Maps a number of examples to the process's peak (bytes) in their step.
-Expectation = Callable[[int], float]
 # Libraries' own memory counts where the process's peak passes the tensors' by this share.
 SHOWN_SHARE = 0.2
 # An update reads and writes parameter, gradient and state.
@@ -88,7 +94,7 @@ class Profiler:
     def __post_init__(self) -> None:
         self._choice = SplitChoice(WHOLE, refusal=NOT_PROVEN)
         self.proof_ms = 0.0
-        self._operators = _Operators()
+        self._operators = StepOperators()
         self._growth = PeakGrowth()
         self._beside_bytes = 0
         self._bound_bytes: float = math.inf
@@ -136,10 +142,10 @@ class Profiler:
         is_fused: bool,
     ) -> Profile:
         device = device_of(self.model)
-        self._operators = _Operators()
+        self._operators = StepOperators()
         with preserved_state(self.model, context.loss_fn, gradients=True):
             if is_fused:
-                self._operators = _Operators(context.info.examples, chunk_bytes_on(device))
+                self._operators = StepOperators(context.info.examples, chunk_bytes_on(device))
                 dry_run_of_least = partial(self._dry_run, context, lambda _: math.inf, budget_bytes)
                 self._bounded(dry_run_of_least)
             on_progress("the smallest step, and whether parts add up to the batch")
@@ -147,12 +153,12 @@ class Profiler:
             self._choice, examples = context.choice, context.info.examples
             least = self._choice.cut.least
             if own:
-                self._operators = _Operators(examples, chunk_bytes_on(device))
+                self._operators = StepOperators(examples, chunk_bytes_on(device))
             expected = self._expectation(context, own, smallest)
             if own is not None:
                 on_progress("fusions")
                 self._dry_run(context, expected, budget_bytes)
-            sizes = _sizes_within(probe_sizes(examples), expected, budget_bytes, least)
+            sizes = sizes_within(probe_sizes(examples), expected, budget_bytes, least)
             if smallest is None:
                 # Once unmeasured: code pages, thread pools and kernels' own buffers stay loaded.
                 on_progress("a first small step")
@@ -208,7 +214,7 @@ class Profiler:
     def _dry_run(self, context: StepContext, expected: Expectation, budget_bytes: int) -> bool:
         wanted = (min(EXAMPLES, context.info.examples),)
         cut = context.choice.cut
-        examples = _sizes_within(wanted, expected, budget_bytes, cut.least)[-1]
+        examples = sizes_within(wanted, expected, budget_bytes, cut.least)[-1]
         policy = self._operators.of(TIGHTEST, examples)
         dry_run(self.capture, self.model, policy, context.batch, context.loss_fn, examples, cut)
         return True
@@ -424,43 +430,3 @@ class Profiler:
     def _settle(self) -> None:
         self._make_room()
         self._note_beside()
-
-
-@dataclass(frozen=True, slots=True)
-class _Operators:
-    """PyTorch's operators (``batch_size`` 0), or fused and chunked ones for a batch of that size.
-
-    ``chunk_bytes``: of a chunk in the whole batch, 0 without chunks. Small steps have as many
-    chunks as the whole batch will, so that bytes grow with the batch.
-    """
-
-    batch_size: int = 0
-    chunk_bytes: int = 0
-
-    def of(self, policy: Policy, examples: int) -> Policy:
-        """Return the policy with these operators, for a step of ``examples`` examples."""
-        if not self.batch_size:
-            return policy
-        chunk_bytes = max(1, self.chunk_bytes * examples // self.batch_size)
-        return with_planned_operators(policy, chunk_bytes)
-
-
-# Codes that hold least, so that measuring fits wherever training will.
-TIGHTEST_BITS = 1
-TIGHTEST = coded_policy(TIGHTEST_BITS)
-
-
-def probe_sizes(examples: int) -> tuple[int, ...]:
-    """Return an eighth and a quarter of the batch, at least 2 (batch norm) and 4 examples."""
-    larger = min(examples, max(2 * LEAST_WITH_STATISTICS, examples // 4))
-    smaller = min(examples, max(LEAST_WITH_STATISTICS, larger // 2))
-    return (smaller,) if smaller == larger else (smaller, larger)
-
-
-def _sizes_within(
-    wanted: Sequence[int], expected: Expectation, budget_bytes: int, least: int = 1
-) -> tuple[int, ...]:
-    """Return as many of the largest sizes, or halves of the smallest, as fit; at least one."""
-    sizes = sorted({*wanted, *halvings(wanted[0], least)})
-    fitting = [size for size in sizes if expected(size) <= budget_bytes]
-    return tuple(fitting[-len(wanted) :] or sizes[:1])

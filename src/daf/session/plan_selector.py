@@ -27,7 +27,7 @@ from daf.planning.background_search import BackgroundPlan
 from daf.planning.bit_widths import wider_level
 from daf.planning.explain import left_alone
 from daf.planning.options import Allowed
-from daf.profiling.profiler import probe_sizes
+from daf.profiling.small_steps import probe_sizes
 from daf.session.plan_autotuner import PlanAutotuner, PlanKind, StepMeasurement, plan_kind
 from daf.step.splitting import NO_ROOM_TO_PROVE
 
