@@ -88,7 +88,7 @@ def test_parts_with_other_shares_of_labels_do_not_join_by_examples() -> None:
     for ignored in (0, 2):
         target = torch.tensor([IGNORED] * ignored + [1] * (4 - ignored))
         with LossWeights() as operators:
-            loss = F.cross_entropy(torch.randn(4, CLASSES), target)
+            loss = F.cross_entropy(torch.randn(4, CLASSES, requires_grad=True), target)
         parts.weighed(read_loss(loss, 4), operators)
     with pytest.raises(SplitError, match="different shares of labels that count"):
         parts.check()

@@ -20,7 +20,12 @@ from daf.recompute.fingerprint import Fingerprint, Form
 from daf.recompute.holder import ReplayKeeper
 from daf.saved_tensors.ledger import Holding
 from daf.saved_tensors.packed_tensor import PackedTensor
-from daf.torch_compat.autograd_graph import NO_TASK, call_after_backward, graph_task
+from daf.torch_compat.autograd_graph import (
+    NO_TASK,
+    call_after_backward,
+    graph_task,
+    saved_tensor_hooks,
+)
 from daf.torch_compat.compiler import eagerly
 
 _REPEAT = "a replayed module must do the same thing again: replay other modules, or none"
@@ -227,9 +232,9 @@ class Collector:
         # Otherwise nobody goes backward through the second run's own graph.
         self._differentiates = call.differentiates
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+    def hooks(self) -> AbstractContextManager[None]:
         """Return the hooks of the second run."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensor_hooks(self._pack, self._unpack)
 
     def run_inner(
         self, forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
