@@ -15,8 +15,7 @@ from torch.amp import GradScaler
 
 from daf import Session
 from daf.core.errors import SplitError
-from daf.step.loss_scale import ScaleWatch
-from daf.step.loss_weights import LossWeights, PartWeights, Weighing
+from daf.step.loss_weights import LossWeights, PartWeights, ScaleWatch, Weighing
 from daf.step.microbatch import read_loss
 
 CLASSES, EXAMPLES, TOKENS = 5, 6, 4

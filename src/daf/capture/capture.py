@@ -53,14 +53,13 @@ from daf.pool.device_pool import DeviceStores
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import Store
 from daf.recompute.replay import ReplayLog
-from daf.saved_tensors.evictions import Evictions
 from daf.saved_tensors.ledger import Ledger, Sources
 from daf.saved_tensors.observation import Watcher, watched
 from daf.saved_tensors.packed_tensor import unpacker
 from daf.saved_tensors.packer import Packer
 from daf.saved_tensors.provenance import Provenance
 from daf.saved_tensors.sites import SiteTracker
-from daf.saved_tensors.state import SavedTensorState
+from daf.saved_tensors.state import Evictions, SavedTensorState
 from daf.torch_compat.autograd_graph import saved_tensor_hooks
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.operator_mode import OperatorMode
