@@ -482,3 +482,29 @@ def test_what_is_missing_is_said(daf: Daf, arguments: list[str], missing: str) -
     ran = daf(*arguments)
     assert ran.code == 2
     assert missing in ran.err
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"--budget": "none", "--bits": 3, "--policy": "sage"}, "give one of the two"),
+        ({"--budget": "700MB", "--bits": 3, "--policy": "sage"}, "give one of the two"),
+        ({"--budget": "700MB", "--fused": None}, "leave fused out"),
+        ({"--budget": "none", "--operators": "pytorch", "--fused": None}, "leave fused out"),
+        ({"--budget": "none", "--seed": 10**20}, "--seed"),
+        ({"--budget": "none", "--threads": 100_000}, "--threads"),
+        ({"--budget": "none", "--tolerance": "nan"}, "--tolerance"),
+    ],
+)
+def test_what_excludes_each_other_is_one_clear_error(
+    daf: Daf, asked: dict[str, Any], words: str
+) -> None:
+    given = [str(each) for pair in asked.items() for each in pair if each is not None]
+    refused(daf("train", "resnet20", "--max-steps", "1", "--out", "run", *given), words)
+
+
+def test_data_of_a_factory_that_returns_something_else_are_refused(
+    daf: Daf, workplace: Path
+) -> None:
+    (workplace / "odd.py").write_text("from torch import nn\ndef data():\n    return nn.ReLU()\n")
+    refused(daf("train", "resnet20", "odd:data", "--budget", "none", "--out", "run"), "serves none")

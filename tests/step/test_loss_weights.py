@@ -15,8 +15,7 @@ from torch.amp import GradScaler
 
 from daf import Session
 from daf.core.errors import SplitError
-from daf.step.loss_scale import ScaleWatch
-from daf.step.loss_weights import LossWeights, PartWeights, Weighing
+from daf.step.loss_weights import LossWeights, PartWeights, ScaleWatch, Weighing
 from daf.step.microbatch import read_loss
 
 CLASSES, EXAMPLES, TOKENS = 5, 6, 4
@@ -88,7 +87,7 @@ def test_parts_with_other_shares_of_labels_do_not_join_by_examples() -> None:
     for ignored in (0, 2):
         target = torch.tensor([IGNORED] * ignored + [1] * (4 - ignored))
         with LossWeights() as operators:
-            loss = F.cross_entropy(torch.randn(4, CLASSES), target)
+            loss = F.cross_entropy(torch.randn(4, CLASSES, requires_grad=True), target)
         parts.weighed(read_loss(loss, 4), operators)
     with pytest.raises(SplitError, match="different shares of labels that count"):
         parts.check()

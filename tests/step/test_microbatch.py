@@ -111,7 +111,7 @@ def test_a_weight_that_is_a_tensor_divides_as_its_number_does(
 
 def test_a_weight_is_what_it_was_when_the_loss_was_read() -> None:
     weight = torch.tensor(4.0)
-    loss = microbatch.read_loss((torch.tensor(8.0), weight), 4)
+    loss = microbatch.read_loss((torch.tensor(8.0, requires_grad=True), weight), 4)
     weight.zero_()
     assert loss.mean == 2.0
 

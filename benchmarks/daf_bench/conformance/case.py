@@ -57,14 +57,12 @@ class Work:
 class Case:
     """A named model or situation.
 
-    ``deferred``: why it is listed and not run yet, or "". ``right_errors``: names of errors that
-    are a right answer where a lever was forced. ``is_sizable``: it also measures the cost of
-    proofs, and trains within a tight budget.
+    ``right_errors``: names of errors that are a right answer where a lever was forced.
+    ``is_sizable``: it also measures the cost of proofs, and trains within a tight budget.
     """
 
     name: str
     build: Callable[[], Work]
-    deferred: str = ""
     right_errors: tuple[str, ...] = ()
     is_sizable: bool = False
 
@@ -76,6 +74,11 @@ class Case:
 
 class NotApplicableError(Exception):
     """A case cannot be built or trained by plain PyTorch here; its words say why."""
+
+
+def is_lazy(model: nn.Module) -> bool:
+    """True if the first forward pass will draw some of the model's weights."""
+    return any(map(nn.parameter.is_lazy, model.parameters()))
 
 
 def seed_all(seed: int) -> None:
@@ -113,12 +116,3 @@ class CaseList(list[Case]):
             return build
 
         return note
-
-    def defer(self, reason: str, *names: str) -> None:
-        """List situations that are not run yet."""
-        for name in names:
-            self.append(Case(f"situations/{name}", _not_yet, deferred=reason))
-
-
-def _not_yet() -> Work:
-    raise NotApplicableError("deferred")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from daf_bench.conformance.case import Work
@@ -65,9 +65,7 @@ def gradients_of(work: Work, *, copied: bool = True) -> dict[str, Tensor | None]
     found: dict[str, Tensor | None] = {}
     for name, parameter in work.model.named_parameters():
         gradient = parameter.grad
-        if gradient is not None and gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()
-        gradient = None if gradient is None else gradient.detach()
+        gradient = None if gradient is None else dense(gradient.detach())
         found[name] = gradient.clone() if copied and gradient is not None else gradient
     return found
 
@@ -160,3 +158,12 @@ def distance(first: Tensor, second: Tensor) -> float:
 def _wide(tensor: Tensor) -> Tensor:
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return values.detach().to(torch.float64)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor, which may be sparse, or stand for others as quantized ones."""
+    if hasattr(tensor, "full_tensor"):  # a distributed one
+        return tensor.full_tensor()
+    if type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "qdata"):
+        return tensor.dequantize()
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()

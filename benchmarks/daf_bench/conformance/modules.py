@@ -20,7 +20,6 @@ from daf_bench.conformance.case import Case, NotApplicableError, Work
 from daf_bench.conformance.operators import EXAMPLES, FEATURES, WIDTH, differentiable, weighted
 
 SAMPLES, MOST_SAMPLES_SEEN, MOST_ELEMENTS = 2, 24, 16384
-_LAZY = "modules that are built in their first forward pass"
 
 
 def module_cases() -> list[Case]:
@@ -35,8 +34,7 @@ def module_cases() -> list[Case]:
     for info in module_db:
         for style, build in (("gated", _gated), ("batch", _batch)):
             name = f"modules/{info.name}/{style}"
-            deferred = _LAZY if "Lazy" in info.name else ""
-            found.setdefault(name, Case(name, partial(build, info), deferred))
+            found.setdefault(name, Case(name, partial(build, info)))
     return list(found.values())
 
 

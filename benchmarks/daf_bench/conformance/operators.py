@@ -35,11 +35,7 @@ def operator_cases() -> list[Case]:
         for info in op_db
         if info.supports_autograd and torch.float32 in info.supported_backward_dtypes("cpu")
     }
-    return [Case(name, partial(_build, info), _deferred(info)) for name, info in found.items()]
-
-
-def _deferred(info: Any) -> str:
-    return "sparse tensors" if "sparse" in info.name else ""
+    return [Case(name, partial(_build, info)) for name, info in found.items()]
 
 
 def _build(info: Any) -> Work:
@@ -62,19 +58,22 @@ def _is_usable(info: Any, sample: Any) -> bool:
     tensors = [t for t in _pytree.tree_leaves(sample.input) if isinstance(t, Tensor)]
     if not tensors or not any(t.is_floating_point() and t.numel() for t in tensors):
         return False
-    if any(t.numel() > MOST_ELEMENTS or t.layout is not torch.strided for t in tensors):
+    if any(t.numel() > MOST_ELEMENTS for t in tensors):
         return False
     try:
         found = info.op(sample.input, *sample.args, **sample.kwargs)
         outputs = differentiable(sample.output_process_fn_grad(found))
     except Exception:
         return False
-    return bool(outputs) and all(each.numel() and each.isfinite().all() for each in outputs)
+    leaves = _pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
+    is_owning = any(map(_is_owned, leaves))
+    return is_owning and bool(outputs) and all(e.numel() and e.isfinite().all() for e in outputs)
 
 
 def differentiable(nest: Any) -> list[Tensor]:
-    """Return the tensors in a nest of outputs that a gradient goes through, as real numbers."""
+    """Return the tensors in a nest of outputs that a gradient goes through, dense and real."""
     leaves = [t for t in _pytree.tree_leaves(nest) if isinstance(t, Tensor) and t.requires_grad]
+    leaves = [t if t.layout in (torch.strided, torch.jagged) else t.to_dense() for t in leaves]
     return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in leaves]
 
 
@@ -96,24 +95,30 @@ class OperatorCall(nn.Module):
         self._info, self._finish = info, sample.output_process_fn_grad
         nest = (sample.input, sample.args, sample.kwargs)
         leaves, self._spec = _pytree.tree_flatten(nest)
-        self._inputs = len(_pytree.tree_leaves(sample.input))
         self.owned = nn.ParameterList(
             nn.Parameter(leaf.detach().clone()) for leaf in leaves if _is_owned(leaf)
         )
         self._places = [place for place, leaf in enumerate(leaves) if _is_owned(leaf)]
-        self._leaves = [None if _is_owned(leaf) else leaf for leaf in leaves]
+        self._leaves = [None if _is_owned(leaf) else _detached(leaf) for leaf in leaves]
+        inputs = len(_pytree.tree_leaves(sample.input))  # else a sparse one, which is a constant
+        self._scaled = [each for each in self._places if each < inputs] or self._places
 
     def forward(self, gate: Tensor) -> Tensor:
         """Return a scalar of the operator's outputs."""
         leaves = list(self._leaves)
         for place, parameter in zip(self._places, self.owned, strict=True):
-            leaves[place] = parameter * gate if place < self._inputs else parameter
+            leaves[place] = parameter * gate if place in self._scaled else parameter
         values, args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
         return weighted(differentiable(self._finish(self._info.op(values, *args, **kwargs))))
 
 
 def _is_owned(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
+    is_trained = isinstance(leaf, Tensor) and leaf.requires_grad
+    return is_trained and leaf.layout is torch.strided
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 class GatedOperator(nn.Module):

@@ -106,7 +106,7 @@ def run(
         on_progress(name, done + place + 1, len(cases))
     order = {case.name: place for place, case in enumerate(cases)}
     rows = sorted((row for row in log.rows if row["case"] in order), key=lambda r: order[r["case"]])
-    notes.append(f"seed {job.seed}; {len(cases)} cases listed; deferred ones are counted apart")
+    notes.append(f"seed {job.seed}; {len(cases)} cases listed")
     notes.append(f"with {', '.join(_versions())}")
     return BenchResult("conformance", rows, figures_of(rows, read_record(record)), tuple(notes))
 
@@ -124,7 +124,7 @@ def _attempt(cases: dict[str, Case], seed: int, name: str) -> Row:
 
 def figures_of(rows: Sequence[Row], record: dict[str, list[str]]) -> dict[str, float]:
     """Count; ``record``: the levers that acted rightly before, by case."""
-    tried = [row for row in rows if row["outcome"] not in ("deferred", "skipped")]
+    tried = [row for row in rows if row["outcome"] != "skipped"]
     trained = [row for row in tried if "ways" in row]
     acted = {lever: [row for row in trained if lever in acted_levers(row)] for lever in LEVERS}
     figures: dict[str, float] = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import daf
 from daf_bench.conformance import ways
-from daf_bench.conformance.case import Case, NotApplicableError, Work, built, seed_all
+from daf_bench.conformance.case import Case, NotApplicableError, Work, built, is_lazy, seed_all
 from daf_bench.conformance.compare import (
     MOST_NOISE,
     NOISE_FACTOR,
@@ -22,6 +22,7 @@ from daf_bench.conformance.compare import (
     Trace,
     Verdict,
     compared,
+    dense,
     distance,
     gradients_of,
     length,
@@ -76,8 +77,6 @@ class Judge:
 def try_case(case: Case, seed: int) -> Row:
     """Return the case's row: how every way ended, which levers acted, what differed."""
     row: Row = {"case": case.name, "group": case.group}
-    if case.deferred:
-        return row | {"outcome": "deferred", "reason": case.deferred}
     try:
         judge = _judge(case, seed)
     except NotApplicableError as error:
@@ -101,7 +100,7 @@ def _judge(case: Case, seed: int) -> Judge:
         start_s = time.perf_counter()
         for each in (seed, seed, seed + 1):
             work = built(case, seed)
-            seed_all(each)
+            seed_all(seed if is_lazy(work.model) else each)  # a seed draws a lazy model's weights
             work.reset()
             before = ways.random_state()
             traces.append(ways.train_plain(work, rate))
@@ -133,7 +132,7 @@ def _rate(work: Work, seed: int) -> float:
     gradient = math.hypot(*map(length, gradients_of(work).values()))
     if not any(each is not None for each in gradients_of(work).values()):
         raise NotApplicableError("no parameter has a gradient")
-    weights = math.hypot(*(length(each) for each in work.model.parameters()))
+    weights = math.hypot(*(length(dense(each.detach())) for each in work.model.parameters()))
     if not 0.0 < gradient < math.inf:
         return 0.01
     return min(MOST_RATE, RATE_SHARE * weights / gradient)
@@ -190,7 +189,8 @@ def _verdict(judge: Judge, name: str, outcome: ways.Outcome) -> Verdict | None:
     if is_random and not judge.is_repeatable and judge.spread > MOST_NOISE:
         return None
     noise = min(MOST_NOISE, NOISE_FACTOR * judge.spread)
-    with_random = not (is_split and judge.draws)
+    # A session builds lazy modules before its first step, which then draws no weights.
+    with_random = not (is_split and judge.draws) and not is_lazy(judge.fresh().model)
     return _held(judge, plain, outcome.trace, noise, with_random=with_random)
 
 
@@ -249,7 +249,7 @@ def _moved(judge: Judge, seed: int, units: int, *, quiet: bool) -> Trace:
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for each in work.model.parameters():
-            if each.is_floating_point():
+            if not nn.parameter.is_lazy(each) and each.is_floating_point():
                 signs = torch.randint(0, 2, each.shape, generator=noise) * 2 - 1
                 each.mul_(1 + units * torch.finfo(each.dtype).eps * signs.to(each.dtype))
     seed_all(judge.seed)

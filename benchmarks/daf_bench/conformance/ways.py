@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 import daf
@@ -26,7 +26,7 @@ from daf.memory import process_memory
 from daf.session.session import Session
 from daf.step.microbatch import likely_cut
 from daf_bench.conformance.case import Work, seed_all
-from daf_bench.conformance.compare import Step, Trace, gradients_of
+from daf_bench.conformance.compare import Step, Trace, dense, gradients_of
 
 QUIET_STEPS = 3
 LOUD_STEPS = 2
@@ -170,13 +170,17 @@ class Recorder:
     steps: list[Step] = field(default_factory=list)
 
     def note(self, loss: float) -> None:
-        buffers = {name: each.detach().clone() for name, each in self.work.model.named_buffers()}
+        buffers = _copies(self.work.model.named_buffers())
         self.steps.append(Step(loss, gradients_of(self.work), buffers, random_state()))
 
     def trace(self) -> Trace:
-        parameters = {n: p.detach().clone() for n, p in self.work.model.named_parameters()}
+        parameters = _copies(self.work.model.named_parameters())
         carried = _pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), self.work.carried())
         return Trace(tuple(self.steps), parameters, carried)
+
+
+def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: dense(each.detach()).clone() for name, each in named}
 
 
 def random_state() -> tuple[int, ...]:
@@ -218,9 +222,27 @@ def _train_by_hand(work: Work, rate: float, steps: int, compress: Any) -> Record
     for step in range(steps):
         optimizer.zero_grad(set_to_none=True)
         batch = begin_step(work, optimizer, step, rate)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            recorder.note(_step_by_closure(work, optimizer, batch, compress))
+            continue
         recorder.note(gradient_by_hand(work, batch, compress))
         optimizer.step()
     return recorder
+
+
+def _step_by_closure(
+    work: Work, optimizer: torch.optim.Optimizer, batch: Any, compress: Any
+) -> float:
+    """Let the optimizer ask for the loss as often as it wants; return the first one."""
+    losses = []
+
+    def closure() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(gradient_by_hand(work, batch, compress))
+        return losses[-1]
+
+    optimizer.step(closure)
+    return losses[0]
 
 
 def gradient_by_hand(work: Work, batch: Any, compress: Any = None) -> float:
@@ -283,9 +305,8 @@ def _prepared(session: Session, work: Work) -> dict[str, Any]:
     """Profile; tell what ``prepare`` changed although it must change nothing."""
     before, random_before = _state(work), random_state()
     session.prepare(work.batch, work.loss)
-    changed = [
-        name for name, tensor in _state(work).items() if not torch.equal(tensor, before[name])
-    ]
+    after = _state(work)
+    changed = [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
     if random_state() != random_before:
         changed.append("random state")
     proof_ms = getattr(session, "proof_ms", None)
@@ -301,7 +322,8 @@ def _gone_on(session: Session, known: dict[str, Any]) -> dict[str, Any]:
 
 def _state(work: Work) -> dict[str, Tensor]:
     named = [*work.model.named_parameters(), *work.model.named_buffers()]
-    return {name: tensor.detach().clone() for name, tensor in named if not tensor.isnan().any()}
+    there = (each for each in named if not nn.parameter.is_lazy(each[1]))
+    return {name: each for name, each in _copies(there).items() if not each.isnan().any()}
 
 
 def acted_in(session: Session, report: daf.StepReport, batch: Any) -> set[str]:

@@ -21,8 +21,8 @@ linearly, and under codes of a smooth activation's derivative. Behind a normalis
 bias measured stays below 0.0003 of the gradient's square at 2 bits. Second derivatives through
 coded tensors are those of the decoded values.
 
-Tensors on a GPU are coded there where Triton is installed; those on other devices are kept.
-``torch.func`` transforms do not work under saved-tensor hooks.
+Tensors on a GPU are coded there where Triton is installed; those on other devices are kept, and so
+is what ``torch.func``'s transforms save, which refuse hooks.
 """
 
 from __future__ import annotations
@@ -52,20 +52,19 @@ from daf.pool.device_pool import DeviceStores
 from daf.pool.paged_pool import PagedStore, make_store
 from daf.pool.store import Store
 from daf.recompute.replay import ReplayLog
-from daf.saved_tensors.evictions import Evictions
 from daf.saved_tensors.ledger import Ledger, Sources
 from daf.saved_tensors.observation import Watcher, watched
 from daf.saved_tensors.packed_tensor import unpacker
 from daf.saved_tensors.packer import Packer
 from daf.saved_tensors.provenance import Provenance
 from daf.saved_tensors.sites import SiteTracker
-from daf.saved_tensors.state import SavedTensorState
+from daf.saved_tensors.state import Evictions, SavedTensorState
+from daf.torch_compat.autograd_graph import saved_tensor_hooks
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.operator_mode import OperatorMode
 from daf.torch_compat.parameter_reads import ParameterReads
 from daf.torch_compat.pytree import tensors_in_batch
 
-_HOOKS_REFUSED = "saved tensor hooks"
 _NO_DRAWS: Mapping[Site, int] = MappingProxyType({})
 
 
@@ -169,13 +168,6 @@ class Capture:
         try:
             with self._entered(running, policy, watcher):
                 yield self
-        except RuntimeError as error:
-            if _HOOKS_REFUSED in str(error):
-                error.add_note(
-                    "daf: torch.func transforms and saved-tensor hooks exclude each other; "
-                    "move the transform outside the captured part"
-                )
-            raise
         finally:
             running.close()
             self._state.provenance.clear()
@@ -202,7 +194,7 @@ class Capture:
                 pack = torch.compiler.disable(pack)  # type: ignore[no-untyped-call]
             unpack = unpacker(self._state.scratch)
             unpack = unpack if watcher is None else watched(unpack, watcher)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+            stack.enter_context(saved_tensor_hooks(pack, unpack))
             if running.recorder is not None and not compiled.attributes:  # compilers trace modes
                 stack.enter_context(running.recorder)
             yield

@@ -28,6 +28,7 @@ from daf.offload.host_codes import host_options
 from daf.offload.spill import SpillOptions
 from daf.pool.paged_pool import make_store
 from daf.saved_tensors.sites import mix_key
+from daf.torch_compat.autograd_graph import version_of
 
 
 class compress:  # noqa: N801 - used as a statement, like torch.no_grad
@@ -92,7 +93,7 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         self._open: list[AbstractContextManager[Capture]] = []
 
     def __enter__(self) -> Self:
-        step_index = mix_key(self._entries, sum(p._version for p in self._model.parameters()))
+        step_index = mix_key(self._entries, sum(map(version_of, self._model.parameters())))
         self._entries += 1
         step = self._capture.step(self._policy, self._seed, step_index)
         step.__enter__()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from daf.core.errors import CodecError
@@ -17,7 +16,7 @@ from daf.recompute.recipe import RecipeMaker
 from daf.recompute.replay import ReplayLog, Replays
 from daf.recompute.values import ValueRecorder
 from daf.saved_tensors.backward_rules import name_saves, need_of, parameter_behind
-from daf.saved_tensors.ledger import Plain, Source, Unmade, strided_parts
+from daf.saved_tensors.ledger import Plain, Source, Unmade
 from daf.saved_tensors.observation import Save, Watcher
 from daf.saved_tensors.pack_request import Call, PackRequest
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, SavedTensor
@@ -25,7 +24,12 @@ from daf.saved_tensors.packer import is_integer, is_treatable
 from daf.saved_tensors.provenance import ADDITIONS, FOLLOWED, Operands
 from daf.saved_tensors.sites import SiteRecord, mix_key
 from daf.saved_tensors.state import SavedTensorState
-from daf.torch_compat.autograd_graph import sequence_number, without_torch_function
+from daf.torch_compat.autograd_graph import (
+    is_strided,
+    sequence_number,
+    strided_parts,
+    without_torch_function,
+)
 from daf.torch_compat.pytree import tensors_in_batch
 
 _OUTSIDE_CALL = Call(None, (), {}, None, None)
@@ -239,7 +243,7 @@ class SavedTensorHooks:
 
     def is_constant(self, tensor: Tensor) -> bool:
         """True if this is a parameter, a buffer, the caller's, or a view or cast copy of one."""
-        if tensor.layout is not torch.strided:
+        if not is_strided(tensor):
             parts = strided_parts(tensor)
             return bool(parts) and all(map(self._state.sources.is_external, parts))
         if self._state.sources.is_external(tensor):

@@ -44,7 +44,7 @@ def _settings(*, of_plan: bool) -> Iterator[Parameter]:
         made = (
             typer.Argument(help=option.help)
             if option.is_argument
-            else typer.Option(*option.names, min=option.least, help=option.help)
+            else typer.Option(*option.names, min=option.least, max=option.most, help=option.help)
         )
         yield Parameter(
             field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made]

@@ -16,7 +16,7 @@ class UnitError(DafError, ValueError):
 
 
 class UnknownNameError(DafError, ValueError):
-    """A model, data set or option of an unknown name."""
+    """A model, data set or option that is unknown, or that another one excludes."""
 
 
 class DataError(DafError, ValueError):

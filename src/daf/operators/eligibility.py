@@ -14,7 +14,7 @@ from daf.core.policy import SMALL_BYTES
 from daf.kernels.backend import is_codable
 from daf.kernels.devices import can_code_on, is_coded_on_device, is_recorded
 from daf.saved_tensors.norm_inputs import channel_stride
-from daf.torch_compat.autograd_graph import pack_hook
+from daf.torch_compat.autograd_graph import is_strided, pack_hook
 
 
 def autograd_objection(inputs: tuple[Tensor | None, ...], pack: Callable[..., Any]) -> str:
@@ -73,7 +73,7 @@ def is_vector(tensor: Any, shape: tuple[int, ...], x: Tensor) -> bool:
 def _is_ordinary(tensor: Any) -> bool:
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
+        and is_strided(tensor)
         and can_code_on(tensor.device)
         and not tensor.is_neg()
         and not is_recorded(tensor)

@@ -12,6 +12,7 @@ from torch import nn
 from daf.memory.domain import MemoryDomain
 from daf.profiling.optimizer_probe import trial_step
 from daf.torch_compat import compiler
+from daf.torch_compat.autograd_graph import bytes_of, strided_parts
 
 PROBE_ELEMENTS = 4096
 UPDATE_PROBE_ELEMENTS = 1 << 17  # above what the account knows to the byte
@@ -20,20 +21,20 @@ UPDATE_PROBE_ELEMENTS = 1 << 17  # above what the account knows to the byte
 def parameter_bytes(model: nn.Module) -> int:
     """Return the bytes of parameters and buffers, shared ones counted once."""
     tensors = chain(model.parameters(), model.buffers())
-    storages = (each.untyped_storage() for each in tensors)
+    storages = (part.untyped_storage() for each in tensors for part in strided_parts(each))
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def gradient_bytes(model: nn.Module) -> int:
     """Return the bytes of gradients once they all exist."""
     trained = {id(each): each for each in model.parameters() if each.requires_grad}
-    return sum(each.numel() * each.element_size() for each in trained.values())
+    return sum(map(bytes_of, trained.values()))
 
 
 def state_bytes(state: Mapping[Any, Any]) -> int:
     """Return the bytes of one parameter's state."""
     values = state.values()
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    return sum(bytes_of(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def optimizer_bytes_to_come(optimizer: torch.optim.Optimizer) -> int:
@@ -49,13 +50,13 @@ def optimizer_bytes_to_come(optimizer: torch.optim.Optimizer) -> int:
         if parameter.requires_grad and parameter not in optimizer.state
     ]
     ratios = {id(group): _state_ratio(optimizer, group) for group, _ in pending}
-    return int(sum(ratios[id(group)] * parameter.nbytes for group, parameter in pending))
+    return int(sum(ratios[id(group)] * bytes_of(parameter) for group, parameter in pending))
 
 
 def bytes_of_first_update(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of gradients and of state that its parameters do not have yet."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    gradients: int = sum(e.nbytes for e in parameters if e.requires_grad and e.grad is None)
+    gradients: int = sum(bytes_of(e) for e in parameters if e.requires_grad and e.grad is None)
     return gradients + optimizer_bytes_to_come(optimizer)
 
 
@@ -81,7 +82,7 @@ def update_bytes(optimizer: torch.optim.Optimizer, memory: MemoryDomain) -> int:
 def _passing_bytes(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], memory: MemoryDomain
 ) -> int:
-    sizes: list[int] = [each.nbytes for each in group["params"] if each.requires_grad]
+    sizes: list[int] = [bytes_of(each) for each in group["params"] if each.requires_grad]
     if not sizes:
         return 0
     # Two, since what one parameter's update leaves behind may live on into the next's.

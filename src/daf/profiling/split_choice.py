@@ -25,7 +25,7 @@ from daf.step.context import StepContext
 from daf.step.loss_weights import Weighing
 from daf.step.microbatch import split_refusal
 from daf.step.splitting import NO_ROOM_TO_PROVE, NOT_PROVEN, SplitChoice
-from daf.torch_compat.autograd_graph import storage_address, without_torch_function
+from daf.torch_compat.autograd_graph import is_strided, storage_address, without_torch_function
 from daf.torch_compat.modules import AnyBatchNorm
 from daf.torch_compat.pytree import tensors_in_batch
 
@@ -217,5 +217,5 @@ class _ClassReads(TorchFunctionMode):
 
     def _shown(self, nest: Any) -> list[bool]:
         """Return of each tensor in a nest whether it lies in the classes' memory."""
-        strided = (each for each in tensors_in_batch(nest) if each.layout is torch.strided)
+        strided = filter(is_strided, tensors_in_batch(nest))
         return [storage_address(each) in self._addresses for each in strided]

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from daf.capture.capture import Capture
@@ -39,7 +38,7 @@ from daf.saved_tensors.packed_tensor import (
     SavedTensor,
     is_identifying,
 )
-from daf.torch_compat.autograd_graph import without_torch_function
+from daf.torch_compat.autograd_graph import bytes_of, is_strided, version_of, without_torch_function
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.pytree import tensors_in_batch
 
@@ -56,7 +55,7 @@ class _Input(NamedTuple):
     def is_alive(self) -> bool:
         """Note whether the tensor was changed in place; False once it is gone."""
         tensor = self.tensor()
-        if tensor is not None and tensor._version != self.version:
+        if tensor is not None and version_of(tensor) != self.version:
             self.call.refuse("what it is given is changed in place afterwards")
         return tensor is not None and self.call.replayable
 
@@ -160,7 +159,7 @@ class Observer:
             self._storages.setdefault(source, len(self._storages)),
             source.nbytes,
             self._content(save, source),
-            save.tensor.nbytes,
+            bytes_of(save.tensor),
             save.tensor.numel(),
             save.held_bytes,
             save.treatable and (save.treatment != KEEP or save.need in _KEPT_ANYWAY),
@@ -187,8 +186,8 @@ class Observer:
             self._ours.setdefault(source, weakref.WeakSet()).add(save.held)
 
     def _content(self, save: Save, source: Source) -> int:
-        is_strided = save.tensor.layout is torch.strided
-        key = content_key(save.tensor, save.saved.version) if is_strided else (save.site,)
+        has_geometry = is_strided(save.tensor)
+        key = content_key(save.tensor, save.saved.version) if has_geometry else (save.site,)
         return self._contents.setdefault((source, *key), len(self._contents))
 
     def reading(self, saved: SavedTensor) -> None:
@@ -278,7 +277,7 @@ class Observer:
             opened = _OpenCall(len(self.found.calls), self.now_s(), self._coding_ms)
             tensors = list(self._computed((arguments, keywords)))
             call.inputs = self._numbered(tensors)
-            self._inputs += [_Input(call, weakref.ref(t), t._version) for t in tensors]
+            self._inputs += [_Input(call, weakref.ref(t), version_of(t)) for t in tensors]
             self._open_calls.append(opened)
             self.found.calls.append(call)
 
@@ -298,7 +297,7 @@ class Observer:
     def _computed(self, nest: Any) -> Iterator[Tensor]:
         """Yield a nest's tensors, without the model's and the batch's."""
         for tensor in tensors_in_batch(nest):
-            if tensor.layout is torch.strided and not self._sources.is_external(tensor):
+            if is_strided(tensor) and not self._sources.is_external(tensor):
                 yield tensor
 
     def _numbered(self, tensors: list[Tensor]) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from daf.codecs.layout import Layout, content_key, in_memory_order, is_dense, la
 from daf.core.policy import Need
 from daf.saved_tensors.ledger import Ledger, Source, Sources
 from daf.saved_tensors.observation import Observation
+from daf.torch_compat.autograd_graph import is_strided, saved_tensor_hooks
 
 _CHUNK = 1 << 16  # elements at a time: what coding takes beside its result
 _MOST_EXPONENT = 62
@@ -47,7 +48,7 @@ def terse_saves(external: Iterator[Tensor]) -> Iterator[None]:
             source.remember(key, codes)
         return codes, layout_of(tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _read):
+    with saved_tensor_hooks(pack, _read):
         yield
 
 
@@ -76,8 +77,8 @@ def _read(saved: Tensor | tuple[_Codes, Layout]) -> Tensor:
 
 def _is_coded(tensor: Tensor) -> bool:
     """Whether it may have a number for each example: of any size, so that parts are coded alike."""
-    is_strided = type(tensor) is Tensor and tensor.layout is torch.strided
-    return is_strided and tensor.is_floating_point() and tensor.dim() > 0 and is_dense(tensor)
+    is_plain = type(tensor) is Tensor and is_strided(tensor)
+    return is_plain and tensor.is_floating_point() and tensor.dim() > 0 and is_dense(tensor)
 
 
 def _in_chunks(change: Callable[[Tensor], Tensor], flat: Tensor, dtype: torch.dtype) -> Tensor:

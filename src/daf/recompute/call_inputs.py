@@ -11,6 +11,7 @@ from torch import Tensor
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
 from daf.saved_tensors.packed_tensor import PackedTensor
+from daf.torch_compat.autograd_graph import version_of
 from daf.torch_compat.pytree import map_nest
 
 
@@ -60,7 +61,7 @@ class Inputs:
                 self.are_exact &= is_exact
                 original = weakref.ref(tensor)
                 self._tensors.append(
-                    _Input(held, account, tensor.requires_grad, original, tensor._version)
+                    _Input(held, account, tensor.requires_grad, original, version_of(tensor))
                 )
             return place
 
@@ -82,7 +83,7 @@ class Inputs:
         """
         for one in self._tensors:
             tensor = one.original()
-            if tensor is not None and tensor._version != one.version:
+            if tensor is not None and version_of(tensor) != one.version:
                 raise SavedTensorError(
                     f"asked to replay {path!r}, whose forward pass modified its input of shape "
                     f"{tuple(tensor.shape)} by an inplace operation, so that it cannot be run "

@@ -22,7 +22,7 @@ from daf.core.errors import SavedTensorError
 from daf.recompute.call_inputs import distinct_tensors
 from daf.recompute.python_state import PythonState, Undo
 from daf.recompute.random_state import Generators, RandomState
-from daf.saved_tensors.ledger import strided_parts
+from daf.torch_compat.autograd_graph import is_strided, strided_parts, version_of
 from daf.torch_compat.modules import modules_of
 
 Slot = tuple[int, str]  # the id of a module's own dictionary, and a name in it
@@ -43,7 +43,7 @@ class _Seen(NamedTuple):
     def now(cls, what: str, name: str, space: Mapping[str, Any], tensor: Tensor) -> _Seen:
         parts = strided_parts(tensor)
         storages = tuple(StorageWeakRef(part.untyped_storage()) for part in parts)  # type: ignore[no-untyped-call]
-        version, gradient = tensor._version, tensor.requires_grad
+        version, gradient = version_of(tensor), tensor.requires_grad
         return cls(what, name, space, weakref.ref(tensor), storages, version, gradient)
 
     def is_replaced(self) -> bool:
@@ -102,7 +102,7 @@ class ModuleTensors:
                     "replay the module around what replaces it, or do not replay this module"
                 )
             now = seen.tensor()
-            if now is not None and now._version != seen.version:
+            if now is not None and version_of(now) != seen.version:
                 raise SavedTensorError(
                     f"asked to replay {self._path!r}, but its {seen.what} has been modified by an "
                     "inplace operation since its forward pass; change buffers and step the "
@@ -273,7 +273,7 @@ def _copies_of_buffers(module: nn.Module) -> Iterator[_Buffer]:
     copies: dict[int, Tensor] = {}
     for part in module.modules():
         for name, buffer in part._buffers.items():
-            if buffer is None or is_lazy(buffer) or buffer.layout is not torch.strided:
+            if buffer is None or not is_strided(buffer):
                 continue
             if id(buffer) not in copies:
                 copies[id(buffer)] = buffer.detach().clone()

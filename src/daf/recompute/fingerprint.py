@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from daf.codecs.layout import is_dense
-from daf.torch_compat.autograd_graph import without_torch_function
+from daf.torch_compat.autograd_graph import is_strided, without_torch_function
 
 WHOLE_BYTES = 4096  # smaller tensors are read whole
 _LEAST_SAMPLE = 256
@@ -109,7 +109,7 @@ def _added_there(bits: Tensor) -> Tensor:
 
 def _is_readable(tensor: Tensor) -> bool:
     """True if this is an ordinary tensor; parts of a library's workspace (bytes) are undefined."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_strided(tensor):
         return False
     if tensor.dtype is torch.uint8 and tensor.dim() == 1:
         return False

@@ -11,11 +11,12 @@ from torch.nn.parameter import is_lazy
 
 from daf.core.policy import Method, Need, Site, Treatment
 from daf.recompute.call_inputs import HeldInput
-from daf.saved_tensors.ledger import Holding, Source, strided_parts
+from daf.saved_tensors.ledger import Holding, Source
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, SavedTensor
 from daf.saved_tensors.packer import is_integer
 from daf.saved_tensors.sites import SiteRecord
 from daf.saved_tensors.state import SavedTensorState
+from daf.torch_compat.autograd_graph import strided_parts, version_of
 
 # Holds a saved tensor as the policy says.
 Hold = Callable[[SavedTensor, Need, SiteRecord, tuple[Source, ...]], tuple[PackedTensor, Treatment]]
@@ -38,7 +39,7 @@ class ReplayKeeper:
         """Hold a parameter, buffer or tensor of the caller; None for others, autocast's copies."""
         parts = strided_parts(tensor)
         if parts and all(map(self._state.sources.is_external, parts)):
-            kept = Kept(tensor, tensor._version, site)
+            kept = Kept(tensor, version_of(tensor), site)
             self._state.parameter_reads.note(tensor, kept)
             return kept
         return None
@@ -65,7 +66,7 @@ class ReplayKeeper:
     def hold_rebuilt(self, tensor: Tensor, site: Site) -> tuple[PackedTensor, Any]:
         """Hold a rebuilt tensor, as it is, until backward has read it."""
         sources = self._state.sources.of_parts(tensor)
-        return self._state.packer.keep(tensor, tensor._version, site, sources), sources
+        return self._state.packer.keep(tensor, version_of(tensor), site, sources), sources
 
     def note_save(self, tensor: Tensor, path: str) -> Any:
         """Count what plain PyTorch would hold, for as long as the returned object lives."""

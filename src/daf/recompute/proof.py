@@ -27,9 +27,15 @@ from daf.recompute.python_state import PythonState, Surroundings
 from daf.recompute.random_state import Generators
 from daf.recompute.replay import SAVE_WHAT_IS_UNDEFINED
 from daf.recompute.watched_forward import WatchedForward, watched
-from daf.saved_tensors.ledger import strided_parts
 from daf.saved_tensors.packed_tensor import Kept
-from daf.torch_compat.autograd_graph import pack_hook, storage_address, without_torch_function
+from daf.torch_compat.autograd_graph import (
+    pack_hook,
+    saved_tensor_hooks,
+    storage_address,
+    strided_parts,
+    version_of,
+    without_torch_function,
+)
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler import eagerly
 from daf.torch_compat.modules import modules_of
@@ -136,7 +142,7 @@ class ReplayProof:
         return True
 
     def _hold(self, tensor: Tensor, index: int) -> HeldInput:
-        kept = Kept(tensor, tensor._version, Site("", "input", 0, index))
+        kept = Kept(tensor, version_of(tensor), Site("", "input", 0, index))
         return HeldInput(kept, None, is_exact=True)
 
     def _note(self, call: _Call) -> None:
@@ -224,8 +230,7 @@ class _Saves:
         """Watch what is saved inside."""
         with ExitStack() as stack:
             stack.enter_context(OperatorMode(self._run))
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            stack.enter_context(hooks)
+            stack.enter_context(saved_tensor_hooks(self._pack, self._unpack))
             yield
 
     @property

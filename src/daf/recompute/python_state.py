@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from daf.recompute.random_state import OwnGenerator
+from daf.torch_compat.autograd_graph import version_of
 from daf.torch_compat.modules import modules_of, parameters_of
 
 _MISSING, _IGNORED = object(), object()
@@ -93,6 +95,8 @@ class PythonState:
         self._holds_tensors = holds_tensors
         self._most_entries = most_entries
         for part in modules:
+            if isinstance(part, LazyModuleMixin):
+                continue  # its first pass builds it
             space = vars(part)
             names = () if _is_of_torch(type(part)) else space.keys() - _NOT_STATE
             self._spaces.append((space, self._held(space)))
@@ -112,7 +116,7 @@ class PythonState:
     def _look(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
             if self._holds_tensors:
-                self._tensors.append((name, value, value._version))
+                self._tensors.append((name, value, version_of(value)))
         elif type(value) in _CONTAINERS:
             if self._is_new(value, depth):
                 self._look_into(name, value, depth)
@@ -155,7 +159,7 @@ class PythonState:
 
     def written(self) -> str:
         """Return the attribute whose tensor was changed in place since; empty if none was."""
-        return next((name for name, each, then in self._tensors if each._version != then), "")
+        return next((name for name, each, then in self._tensors if version_of(each) != then), "")
 
     def changes(self) -> list[Undo]:
         """Return what differs now, with what it was."""

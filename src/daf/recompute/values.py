@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from daf.codecs.layout import is_dense
+from daf.torch_compat.autograd_graph import bytes_of, is_strided
 from daf.torch_compat.operator_mode import DispatchMode
 from daf.torch_compat.pytree import map_nest, tensors_in_batch
 
@@ -90,7 +91,7 @@ class ValueRecorder(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
         for each in _written(func, args, keywords) if func._schema.is_mutable else ():
-            if each.layout is torch.strided:
+            if is_strided(each):
                 self.value_of(each).before_write()
         result = func(*args, **keywords)
         self._note(func, args, keywords, result)
@@ -125,14 +126,14 @@ class ValueRecorder(DispatchMode):
         results = tensors_in_batch(result)
         if maker is None or not all(map(_is_plain, tensors_in_batch((arguments, keywords)))):
             for each in (*results, *_written(function, arguments, keywords)):
-                if each.layout is torch.strided:
+                if is_strided(each):
                     storage = each.untyped_storage()
                     self._put(storage, _unknown(storage))
             return
         operands: Any = map_nest(Tensor, self.operand, (arguments, keywords))
-        operation = Operation(maker, operands, sum(each.nbytes for each in results))
+        operation = Operation(maker, operands, sum(map(bytes_of, results)))
         for place, each in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
-            if isinstance(each, Tensor) and each.layout is torch.strided:
+            if isinstance(each, Tensor) and is_strided(each):
                 self._note_result(operation, place, each)
         if function is _BATCH_NORM and arguments[5]:
             self._note_normalised(arguments, result)
@@ -178,7 +179,7 @@ def normalised(
 
 def _is_plain(tensor: Tensor) -> bool:
     is_ordinary = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_inference()
-    return is_ordinary and tensor.layout is torch.strided and not tensor.is_quantized
+    return is_ordinary and is_strided(tensor) and not tensor.is_quantized
 
 
 def _written(function: Any, arguments: Any, keywords: Any) -> Iterator[Tensor]:

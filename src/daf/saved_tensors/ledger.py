@@ -14,10 +14,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import is_lazy
 
 from daf.saved_tensors.sites import SiteRecord
-from daf.torch_compat.autograd_graph import storage_holders
+from daf.torch_compat.autograd_graph import bytes_of, storage_holders, strided_parts
 
 Found = TypeVar("Found", bound=object)
 
@@ -220,26 +219,10 @@ class Sources:
 @functools.cache
 def _wrapper_references() -> int:
     """Return what PyTorch's count gains once Python knows a storage (1 in torch 2.13)."""
-    tensor = torch.empty(1)
-    return storage_holders(tensor.untyped_storage()._cdata) - 1
-
-
-def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return a tensor's strided parts: itself, or indices and values; () if opaque or lazy."""
-    if is_lazy(tensor):
-        return ()
-    layout = tensor.layout
-    if layout is torch.strided:
-        return (tensor,)
-    if layout is torch.sparse_coo:
-        return (tensor._indices(), tensor._values())
-    if layout in (torch.sparse_csr, torch.sparse_bsr):
-        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    if layout in (torch.sparse_csc, torch.sparse_bsc):
-        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    return ()
+    storage = torch.UntypedStorage(4)  # type: ignore[no-untyped-call]  # torch.func wraps tensors
+    return storage_holders(storage._cdata)
 
 
 def gradient_bytes(parameter: Tensor) -> int:
     """Return the bytes of a parameter's gradient, dense or sparse; 0 without one."""
-    return 0 if parameter.grad is None else sum(x.nbytes for x in strided_parts(parameter.grad))
+    return 0 if parameter.grad is None else bytes_of(parameter.grad)

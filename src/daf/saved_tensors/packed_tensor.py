@@ -21,6 +21,7 @@ from daf.core.policy import Need, Site
 from daf.kernels.normalisation import Channels
 from daf.offload.spill import SpillRecord, SpillStore
 from daf.saved_tensors.ledger import Holding, Ledger, Plain
+from daf.torch_compat.autograd_graph import detached, version_of
 
 
 class _Sized(Protocol):
@@ -110,14 +111,14 @@ class Kept(PackedTensor):
         self, tensor: Tensor, version: int, site: Site, holdings: tuple[Holding, ...] = ()
     ) -> None:
         super().__init__()
-        self.tensor = tensor.detach()  # as it is now
+        self.tensor = detached(tensor)  # as it is now
         self._version = version
         self._site = site
         self._holdings = holdings
 
     def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002
         """Return the tensor as saved; SavedTensorError if it was changed in place since."""
-        now = self.tensor._version
+        now = version_of(self.tensor)
         if now != self._version:
             raise SavedTensorError(
                 "one of the variables needed for gradient computation has been modified by an "

@@ -39,6 +39,7 @@ from daf.saved_tensors.packed_tensor import (
     Term,
 )
 from daf.saved_tensors.provenance import Provenance
+from daf.torch_compat.autograd_graph import is_strided, is_transforming
 
 _PART_ELEMENTS = 1 << 18
 _REDERIVED = Treatment(Method.REDERIVE)
@@ -66,15 +67,16 @@ SOUND: Mapping[Need, frozenset[Method]] = {
 
 
 def is_treatable(tensor: Tensor) -> bool:
-    """True if this is a plain strided tensor that is not small, where kernels exist."""
+    """True if this is a plain strided tensor, not small, where kernels exist and no torch.func."""
     return (
-        tensor.layout is torch.strided
+        is_strided(tensor)
         and tensor.nbytes >= SMALL_BYTES
         and can_code_on(tensor.device)
         and type(tensor) in (Tensor, torch.nn.Parameter)
         and not tensor.is_complex()
         and not tensor.is_quantized
         and not tensor.is_neg()
+        and not is_transforming()
     )
 
 

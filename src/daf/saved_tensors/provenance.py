@@ -21,7 +21,12 @@ from daf.codecs.layout import is_dense
 from daf.core.policy import Method
 from daf.saved_tensors.backward_rules import ALIASES
 from daf.saved_tensors.packed_tensor import Derivation, PackedTensor, Recipe, Stored, Term
-from daf.torch_compat.autograd_graph import result_shape, saved_value, sequence_number_of
+from daf.torch_compat.autograd_graph import (
+    is_strided,
+    result_shape,
+    saved_value,
+    sequence_number_of,
+)
 
 MOST_TERMS = 4  # decoding a recipe costs one pass for each term
 _MOST_ADDITIONS = 3
@@ -104,6 +109,8 @@ class Provenance:
         """Return the operands of an addition or ReLU that is about to run."""
         tensors = [argument for argument in arguments[:2] if isinstance(argument, Tensor)]
         first = tensors[0]
+        if not all(map(is_strided, tensors)):
+            return Operands((), trusted=False)
         trusted = is_dense(first) and all(
             other.stride() == first.stride() and other.shape == first.shape for other in tensors
         )

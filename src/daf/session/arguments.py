@@ -8,7 +8,7 @@ from torch import nn
 
 from daf.budget.request import Budget, Scope
 from daf.capture.capture import Capture
-from daf.core.errors import PlatformError
+from daf.core.errors import PlatformError, UnknownNameError
 from daf.core.policy import (
     Method,
     Policy,
@@ -35,11 +35,11 @@ def policy_name(bits: int | str | None, policy: str | None, *, has_budget: bool)
     """Return the name of the planner's policy or level that was asked for; "optimal" by default.
 
     Raises:
-        UnknownNameError: no policy has that name; or, under a budget, none has these bits.
-        ValueError: ``bits`` names no policy, or both were given.
+        UnknownNameError: no policy has that name or, under a budget, these bits; or both are given.
+        ValueError: ``bits`` names no policy.
     """
     if bits is not None and policy is not None:
-        raise ValueError(
+        raise UnknownNameError(
             f"asked for bits={bits!r} and policy={policy!r}; bits fix every site, so that there is "
             "nothing left for a policy to choose; give one of the two"
         )
@@ -55,16 +55,16 @@ def refuse_what_sends_nothing(
     """Refuse ``host_bytes`` where nothing would send codes to the host.
 
     Raises:
-        ValueError: nothing is coded (no budget, no bits); or, under a budget, ``bits`` is given
-            or the policy is not "optimal", as other policies know only the device.
+        UnknownNameError: nothing is coded (no budget, no bits); or, under a budget, ``bits`` is
+            given or the policy is not "optimal", as other policies know only the device.
     """
     if not has_budget and bits in (None, "plain"):
-        raise ValueError(
+        raise UnknownNameError(
             "asked for host_bytes without a budget and without bits, so that nothing is coded; "
             "pass a budget or bits, or leave host_bytes out"
         )
     if has_budget and (bits is not None or policy not in (None, "optimal")):
-        raise ValueError(
+        raise UnknownNameError(
             f"asked for host_bytes with bits={bits!r} and policy={policy!r}; under a budget only "
             "the optimal policy sends codes to the host; leave the two out, or host_bytes"
         )
@@ -74,10 +74,10 @@ def may_fuse(operators: str, *, fused: bool) -> bool:
     """Return False if PyTorch's own operators were asked for.
 
     Raises:
-        ValueError: ``operators`` is neither "auto" nor "pytorch", or contradicts ``fused``.
+        UnknownNameError: ``operators`` is neither "auto" nor "pytorch", or contradicts ``fused``.
     """
     if operators not in ("auto", "pytorch") or (fused and operators == "pytorch"):
-        raise ValueError(
+        raise UnknownNameError(
             f"asked for operators={operators!r} and fused={fused}; operators is 'auto', or "
             "'pytorch' (then leave fused out)"
         )
@@ -90,10 +90,11 @@ def fixed_policy(
     """Return the policy of a session without a budget.
 
     Raises:
-        ValueError: ``bits`` names no policy, or ``fused`` was asked for under a budget.
+        UnknownNameError: ``fused`` was asked for under a budget.
+        ValueError: ``bits`` names no policy.
     """
     if fused and has_budget:
-        raise ValueError(
+        raise UnknownNameError(
             "asked for fused=True under a budget; there the planner measures fused operators and "
             "takes them where that pays; leave fused out, or pass budget=None"
         )
@@ -103,9 +104,9 @@ def fixed_policy(
 
 
 def checked_tolerance(tolerance: float | None) -> float | None:
-    """Return the tolerance as a float, or None; raises ValueError if negative or not a number."""
+    """Return the tolerance as a float, or None; raises UnknownNameError unless 0 or more."""
     if tolerance is not None and not tolerance >= 0:
-        raise ValueError(
+        raise UnknownNameError(
             f"asked for a tolerance of {tolerance!r}; it is the noise that codes may add, relative "
             f"to the batch's own: 0 (exact) or more, by default {planner.DEFAULT_TOLERANCE}"
         )
@@ -113,9 +114,9 @@ def checked_tolerance(tolerance: float | None) -> float | None:
 
 
 def checked_norm(max_grad_norm: float | None) -> float | None:
-    """Return the most that a gradient's norm may be, or None; raises ValueError if not above 0."""
+    """Return the most that a gradient's norm may be, or None; UnknownNameError if not above 0."""
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(
+        raise UnknownNameError(
             f"asked for max_grad_norm={max_grad_norm!r}; the norm to clip to is above 0, or None"
         )
     return max_grad_norm
@@ -125,10 +126,10 @@ def checked_scope(scope: Scope, memory: MemoryDomain) -> Scope:
     """Return the scope.
 
     Raises:
-        ValueError: it is neither "process" nor "tree", or "tree" for a budget on a device.
+        UnknownNameError: it is neither "process" nor "tree", or "tree" for a budget on a device.
     """
     if scope not in ("process", "tree") or (scope == "tree" and isinstance(memory, DeviceMemory)):
-        raise ValueError(
+        raise UnknownNameError(
             f"asked for scope={scope!r} of a budget on {memory.name}; scope is 'process', or for a "
             "model on the CPU 'tree' (child processes too)"
         )

@@ -30,10 +30,12 @@ from daf.session.factory import make_parts
 from daf.session.readings import SessionReadings
 from daf.step.batch_cut import BatchDim
 from daf.step.context import StepContext
+from daf.step.dry_run import build_lazy
 from daf.step.evaluation import Evaluation
 from daf.step.gradient_release import ReleaseMode
 from daf.step.microbatch import LossFunction
 from daf.step.splitting import Split, Splitting, proof_key
+from daf.torch_compat import compiler
 from daf.torch_compat.function_modes import modes_restored
 from daf.torch_compat.out_of_memory import out_of_memory
 
@@ -293,7 +295,8 @@ class Session(SessionReadings):
 
         A batch with more bytes than any before it is profiled and planned for anew, and so is one
         of another structure, or under another loss function. Sessions of several threads take
-        turns: a loss function must not wait for another thread's step.
+        turns: a loss function must not wait for another thread's step. An optimizer that asks for
+        the loss anew (LBFGS) does so by ``backward``; the report is that of its first evaluation.
 
         Args:
             batch: any nest of tensors, or any object. What cannot be cut into examples runs whole.
@@ -312,9 +315,20 @@ class Session(SessionReadings):
             CommittedStepError: backward failed after parameters had been updated.
             DivergedError: with ``rollback``, the run diverged again, or codes cannot be wider.
         """
-        with self._turn():
-            norm = checked_norm(max_grad_norm)
-            return self._runner.run(self._context(batch, loss_fn), norm)
+        norm = checked_norm(max_grad_norm)
+        if not compiler.needs_closure(type(self.optimizer).step):
+            with self._turn():
+                return self._runner.run(self._context(batch, loss_fn), norm)
+        reports = []
+
+        def closure() -> float:
+            self.optimizer.zero_grad()
+            reports.append(self.backward(batch, loss_fn))
+            self._runner.clip(norm)
+            return reports[-1].loss
+
+        self.optimizer.step(closure)
+        return reports[0]
 
     def backward(self, batch: Any, loss_fn: LossFunction) -> StepReport:
         """Add the gradient of the mean loss to ``.grad``, within the budget; update nothing.
@@ -368,10 +382,12 @@ class Session(SessionReadings):
             SplitError: the parts' results do not join, as those of a few examples did.
         """
         with self._turn():
+            build_lazy(self.model, batch, fn)
             return self._evaluation.run(batch, fn, self.budget_bytes)
 
     def _context(self, batch: Any, loss_fn: LossFunction) -> StepContext:
         if self._proven_for is None or self._is_resumed:
+            build_lazy(self.model, batch, loss_fn)
             key = proof_key(self.model, batch, loss_fn)
             # A run resumed with other code, or under other versions, measures and proves anew.
             if self._is_resumed and key != self._proven_for:

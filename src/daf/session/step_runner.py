@@ -227,7 +227,7 @@ class StepRunner:
         loss, running, has_diverged = self._run_watched(context, running)
         if has_diverged:
             return self._go_back(loss, running, 1000 * (time.perf_counter() - start_s))
-        norm = self._clip(max_grad_norm) if updates else None
+        norm = self.clip(max_grad_norm) if updates else None
         if updates:
             with self._updating(self._needed_bytes(self.optimizer)):
                 compiler.step(self.optimizer)
@@ -269,7 +269,7 @@ class StepRunner:
 
     def update(self, max_grad_norm: float | None = None) -> float | None:
         """Update the parameters by the gradients that they have; ``Session.update`` says more."""
-        norm = self._clip(max_grad_norm)
+        norm = self.clip(max_grad_norm)
         with self.users_update(self.optimizer):
             compiler.step(self.optimizer)
         self.retries.users.note_left()
@@ -319,7 +319,8 @@ class StepRunner:
         finally:
             self.is_updating = False
 
-    def _clip(self, max_grad_norm: float | None) -> float | None:
+    def clip(self, max_grad_norm: float | None) -> float | None:
+        """Clip the gradient, as ``Session.step`` says; return the norm before, if asked to."""
         if max_grad_norm is None:
             return None
         return float(clip_grad_norm_(self.retries.capture.model.parameters(), max_grad_norm))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from daf.core.errors import DataError
+from daf.torch_compat.autograd_graph import is_strided
 from daf.torch_compat.pytree import map_nest, tensors_in_batch
 
 _MOST_LOOKED_AT = 2048  # examples
@@ -164,7 +165,7 @@ def possible_cuts(batch: Any, batch_dim: BatchDim = None) -> Iterator[BatchCut]:
 
 def _length(tensor: Tensor) -> int:
     """Return the first dimension; 0 where a tensor has none that can be cut."""
-    if tensor.is_nested or tensor.layout is not torch.strided or tensor.dim() == 0:
+    if not is_strided(tensor) or tensor.dim() == 0:
         return 0
     return tensor.shape[0]
 

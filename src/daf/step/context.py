@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from daf.core.errors import DataError
 from daf.step.microbatch import LossFunction, batch_bytes
 from daf.step.splitting import SplitChoice, Splitting, kind_of
+from daf.torch_compat.pytree import tensors_in_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,16 @@ class StepContext:
         seed: int = 0,
         index: int = 0,
     ) -> StepContext:
-        """Return the context of a step; raises DataError as ``possible_cuts``."""
+        """Return the context of a step; DataError as ``possible_cuts``, or if empty."""
         splitting = splitting or Splitting()
         kind = kind_of(model, batch, loss_fn)
         choice = splitting.choice(kind, batch)
         info = BatchInfo(choice.cut.size(batch), batch_bytes(batch))
+        if not callable(loss_fn) or (not info.nbytes and tensors_in_batch(batch)):
+            raise DataError(
+                f"asked to train on a {type(batch).__name__} with {loss_fn!r:.80}; give a batch "
+                "whose tensors are not all empty, and a function loss_fn(model, batch)"
+            )
         return StepContext(batch, loss_fn, info, choice, splitting, kind, seed, index)
 
     def choose(self, choice: SplitChoice, *, is_final: bool = True) -> None:

@@ -7,9 +7,11 @@ the logits of many classes, whose loss holds them once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from daf.capture.capture import Capture
 from daf.core.policy import Policy
@@ -18,6 +20,7 @@ from daf.operators.protocol import OperatorCall
 from daf.step.batch_cut import BatchCut
 from daf.step.microbatch import LossFunction, likely_cut
 from daf.step.state_snapshot import preserved_state
+from daf.torch_compat.modules import modules_of
 from daf.torch_compat.operator_mode import OperatorMode
 
 EXAMPLES = 4  # batch statistics need several; tensors of fewer elements are not worth fusing
@@ -38,8 +41,6 @@ def dry_run(
     does. Afterwards ``capture.fusions()`` lists what later steps of the capture will fuse. Raises
     CodecError if the policy asks for a treatment that is unsound at a site.
     """
-    cut = cut or likely_cut(batch)
-    is_whole = cut.size(batch) <= examples
 
     def forward(part: Any) -> None:
         with (
@@ -49,6 +50,29 @@ def dry_run(
         ):
             loss_fn(model, part)
 
+    _on_few(forward, batch, examples, cut or likely_cut(batch))
+
+
+def build_lazy(model: nn.Module, batch: Any, loss_fn: LossFunction) -> None:
+    """Build lazy modules by a forward pass of a few examples; nothing else changes."""
+    lazy = [each for each in modules_of(model) if isinstance(each, LazyModuleMixin)]
+    if not any(each.has_uninitialized_params() for each in lazy):
+        return
+    built: list[tuple[Tensor, Tensor]] = []
+
+    def note(module: nn.Module, _: Any) -> None:
+        built.extend((each, each.clone()) for each in module.buffers(recurse=False))
+
+    with preserved_state(model, loss_fn), ExitStack() as stack:
+        for each in lazy:  # after their own hooks, which build them
+            stack.callback(each.register_forward_pre_hook(note).remove)
+        _on_few(lambda part: loss_fn(model, part), batch, EXAMPLES, likely_cut(batch))
+    for buffer, value in built:
+        buffer.copy_(value)
+
+
+def _on_few(forward: Callable[[Any], Any], batch: Any, examples: int, cut: BatchCut) -> None:
+    is_whole = cut.size(batch) <= examples
     try:
         forward(batch if is_whole else cut.take(batch, 0, examples))
     except Exception:  # the user's own code may raise anything for a part

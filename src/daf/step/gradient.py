@@ -25,8 +25,7 @@ from daf.recompute.python_state import Surroundings
 from daf.step.context import StepContext
 from daf.step.dry_run import dry_run
 from daf.step.gradient_release import LEFT_TO_USER, GradientRelease
-from daf.step.loss_scale import ScaleWatch
-from daf.step.loss_weights import LossWeights, PartWeights, Weighing, parameter_names
+from daf.step.loss_weights import LossWeights, PartWeights, ScaleWatch, Weighing, parameter_names
 from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
 from daf.step.state_snapshot import StepSnapshot
 from daf.torch_compat.compiled_modules import CompiledModules

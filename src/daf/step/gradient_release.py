@@ -22,10 +22,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from daf.core.errors import CommittedStepError, ReleaseRefusedError
+from daf.core.errors import CommittedStepError, ReleaseRefusedError, UnknownNameError
 from daf.saved_tensors.ledger import gradient_bytes
 from daf.torch_compat import compiler
-from daf.torch_compat.autograd_graph import graph_task
+from daf.torch_compat.autograd_graph import graph_task, is_strided
 from daf.torch_compat.parameter_reads import ParameterReads
 
 ReleaseMode = bool | Literal["auto"]
@@ -68,7 +68,9 @@ class GradientRelease:
 
     def __post_init__(self) -> None:
         if self.mode not in (True, False, "auto"):
-            raise ValueError(f"release_gradients is True, False or 'auto'; found {self.mode!r}")
+            raise UnknownNameError(
+                f"release_gradients is True, False or 'auto'; found {self.mode!r}"
+            )
         self._waiting: dict[nn.Parameter, dict[str, Any]] = {}
         self._graph_task: int | None = None
         self._on_commit: Callable[[], None] = lambda: None
@@ -270,7 +272,7 @@ def _parameter_refusal(model: nn.Module, optimizer: torch.optim.Optimizer) -> st
 
 def _trouble(parameter: Tensor, storages: set[int]) -> str:
     """Return why a parameter cannot be released, else empty; ``storages``: of those before it."""
-    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+    if type(parameter) is not nn.Parameter or not is_strided(parameter):
         return f"is a {type(parameter).__name__} of layout {parameter.layout}, not a plain one"
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return "has a hook, which may read other parameters or gradients (to clip them, say)"

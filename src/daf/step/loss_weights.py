@@ -1,4 +1,4 @@
-"""What mean-reducing loss operators divide by, read while a micro-batch runs.
+"""What mean-reducing loss operators divide by, and scalers multiply, read while a part runs.
 
 ``F.cross_entropy`` and ``F.nll_loss`` take the mean over the labels that count: those that are not
 ``ignore_index``, each with its class's weight. Micro-batches whose means join with these weights
@@ -13,15 +13,19 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from functools import wraps
+from threading import get_ident
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.overrides import TorchFunctionMode
 
 from daf.core.errors import OtherPathError, SplitError
+from daf.core.replaced import Replaced
 from daf.operators.linear_cross_entropy import LossCall
 from daf.step.microbatch import WeightedLoss
 from daf.torch_compat.autograd_graph import without_torch_function
@@ -334,3 +338,35 @@ def _is_proportional(numbers: Sequence[float], weights: Sequence[float]) -> bool
     pairs = [*zip(numbers, weights, strict=True)]
     most, weight = max(pairs)
     return all(math.isclose(one * weight, most * other, rel_tol=1e-6) for one, other in pairs)
+
+
+class ScaleWatch:
+    """Notes the last factor of ``GradScaler.scale`` in this thread, while entered.
+
+    ``factor``: a tensor of one element on the scaler's device, which is not waited for; None: no
+    loss was scaled. Of several watches the innermost notes it. Nobody's class stays changed once
+    every watch has been left.
+    """
+
+    def __init__(self) -> None:
+        self.factor: Tensor | None = None
+        self.thread = get_ident()
+
+    def __enter__(self) -> ScaleWatch:
+        _scale.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _scale.remove(self)
+
+
+@wraps(GradScaler.scale)
+def _noting(self: GradScaler, outputs: Any) -> Any:
+    scaled = _scale.original(self, outputs)
+    ours = [each for each in _scale.listeners if each.thread == get_ident()]
+    if ours and self.is_enabled() and self._scale is not None:
+        ours[-1].factor = self._scale.detach().clone()
+    return scaled
+
+
+_scale: Replaced[ScaleWatch] = Replaced(GradScaler, "scale", _noting)

@@ -66,9 +66,12 @@ def read_loss(result: Any, examples: int) -> WeightedLoss:
         loss = WeightedLoss(total, _weight_beside(total, weight), is_sum=True)
     else:
         loss = WeightedLoss(result, float(examples), is_sum=False)
-    if not isinstance(loss.total, Tensor) or loss.total.numel() != 1:
+    total = loss.total
+    is_trained = isinstance(total, Tensor) and total.requires_grad >= torch.is_grad_enabled()
+    if not is_trained or total.numel() != 1 or total.is_complex():
         if isinstance(result, Tensor):
-            found = f"a tensor of shape {tuple(result.shape)}"
+            trained = "" if is_trained else " to which no parameter that trains leads"
+            found = f"a tensor of shape {tuple(result.shape)} and {result.dtype}{trained}"
         else:
             found = f"{type(result).__name__}: {result!r:.80}"
         raise DataError(

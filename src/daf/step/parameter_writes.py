@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from daf.torch_compat.autograd_graph import storage_address, without_torch_function
+from daf.torch_compat.autograd_graph import is_strided, storage_address, without_torch_function
 from daf.torch_compat.pytree import tensors_in_batch
 
 _WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"} | {
@@ -23,8 +23,7 @@ class ParameterWrites(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        parameters = (each for each in model.parameters() if type(each) is nn.Parameter)
-        strided = (each for each in parameters if each.layout is torch.strided)
+        strided = filter(is_strided, model.parameters())
         self._unwritten = {storage_address(each): each for each in strided}
         self.written: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its memory, values
 
@@ -39,7 +38,7 @@ class ParameterWrites(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _note(self, tensor: Tensor) -> None:
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+        if is_strided(tensor):
             parameter = self._unwritten.pop(storage_address(tensor), None)
             if parameter is not None:
                 data = parameter.data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from daf.memory.process_memory import CPU
 from daf.recompute.python_state import PythonState, Surroundings
 from daf.recompute.random_state import Generators
 from daf.step.parameter_writes import ParameterWrites
+from daf.torch_compat.autograd_graph import is_strided, version_of
 from daf.torch_compat.modules import modules_of
 
 
@@ -35,11 +36,11 @@ class StateSnapshot:
         self._random = self._generators.state(torch.device("cuda", gpu) for gpu in range(gpus))
         self._elsewhere = around.state_elsewhere(holds_tensors=holds_tensors)
         named = self._model.named_buffers() if any(e._buffers for e in around.modules) else ()
-        self._buffers = {name: buffer.clone() for name, buffer in named}
+        self._buffers = {name: each.clone() for name, each in named if not is_lazy(each)}
         self._attributes = PythonState(around.modules, holds_tensors=holds_tensors)
         self._hooks = {id(hooks): {*hooks} for hooks in _hooks_of(around.modules) if hooks}
         self._tensors = [
-            (each, each._version, each.detach().clone()) for each in self._attributes.tensors()
+            (each, version_of(each), each.detach().clone()) for each in self._attributes.tensors()
         ]
 
     def restore(self) -> None:
@@ -54,12 +55,13 @@ class StateSnapshot:
         self._remove_later_hooks()
         with torch.no_grad():
             for tensor, version, copy in self._tensors:
-                if tensor._version != version:
+                if version_of(tensor) != version:
                     tensor.copy_(copy)
             for name, buffer in self._model.named_buffers():
                 value = self._buffers.get(name)
                 if value is not None and value.shape == buffer.shape:
-                    buffer.copy_(value)
+                    with torch.inference_mode() if buffer.is_inference() else nullcontext():
+                        buffer.copy_(value)
 
     def _remove_later_hooks(self) -> None:
         """Remove hooks that forward itself has registered since, as attributes may say it has not.
@@ -129,7 +131,7 @@ def _oldest_node(device: torch.device) -> Tensor:
 
 
 def _place(parameter: Tensor) -> tuple[int, int]:
-    return parameter._version, parameter.data_ptr()
+    return version_of(parameter), parameter.data_ptr()
 
 
 class StepSnapshot(StateSnapshot):
@@ -140,8 +142,7 @@ class StepSnapshot(StateSnapshot):
 
     def __init__(self, around: Surroundings) -> None:
         super().__init__(around, holds_tensors=False)
-        plain = (e for e in around.parameters if type(e) is nn.Parameter and not is_lazy(e))
-        self._places = [(e, _place(e)) for e in plain if e.layout is torch.strided]
+        self._places = [(e, _place(e)) for e in around.parameters if is_strided(e)]
         self.device = around.parameters[0].device if around.parameters else CPU
         self._oldest = _oldest_node(self.device)
 

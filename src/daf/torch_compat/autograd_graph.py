@@ -1,4 +1,4 @@
-"""The state of the graph that autograd builds and runs."""
+"""The state of the graph that autograd builds and runs, and what its tensors consist of."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
+from torch.nn.parameter import Parameter, is_lazy
 
 from daf.core.replaced import Replaced
 
@@ -48,6 +50,35 @@ def pack_hook(*, raises: bool = False) -> Any:
     return None if top is None else top[0]
 
 
+@contextmanager
+def saved_tensor_hooks(pack: Any, unpack: Any) -> Iterator[None]:
+    """Call these for what is saved inside; but not what torch.func saves, which refuses hooks."""
+    _disabling.add(pack)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        _disabling.remove(pack)
+
+
+@contextmanager
+def _disabled(message: str) -> Iterator[None]:
+    before = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    try:
+        # The user's own hooks fail as they do without ours.
+        fails = pack_hook() not in _disabling.listeners
+        torch._C._autograd._saved_tensors_hooks_disable(message, fails)
+        yield
+    finally:
+        if before is None:
+            torch._C._autograd._saved_tensors_hooks_enable()
+        else:
+            torch._C._autograd._saved_tensors_hooks_disable(before, False)
+
+
+_disabling: Replaced[Any] = Replaced(torch.autograd.graph, "disable_saved_tensors_hooks", _disabled)
+
+
 def graph_task() -> int:
     """Return the number of the backward pass on this thread, or NO_TASK."""
     return int(torch._C._current_graph_task_id())
@@ -71,6 +102,68 @@ def storage_address(tensor: Tensor) -> int:
 def storage_holders(address: int) -> int:
     """Return the native references to the storage of this address."""
     return int(torch._C._storage_Use_Count(address))
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """True if a tensor is its shape, its strides and a storage, and nothing else.
+
+    False for sparse, lazy, nested and ``torch.func``'s tensors, and for subclasses around others.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    if type(tensor) in (Tensor, Parameter):
+        return not is_functorch_wrapped_tensor(tensor)
+    try:
+        return not is_lazy(tensor) and tensor.untyped_storage().data_ptr() >= 0
+    except RuntimeError:  # a wrapper of others has no memory itself
+        return False
+
+
+# What gives a tensor's inner ones, by layout.
+_BY_ROW = ("crow_indices", "col_indices", "values")
+_BY_COLUMN = ("ccol_indices", "row_indices", "values")
+_INNER: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROW),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMN),
+}
+
+
+def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the strided tensors that a tensor consists of: itself, or its inner ones, or ()."""
+    if is_strided(tensor):
+        return (tensor,)
+    if is_functorch_wrapped_tensor(tensor):
+        return strided_parts(get_unwrapped(tensor))
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    else:
+        names = ("values",) if tensor.is_nested else _INNER.get(tensor.layout, ())
+        inner = [getattr(tensor.detach(), name)() for name in names]
+    return tuple(part for e in inner if isinstance(e, Tensor) for part in strided_parts(e))
+
+
+def is_transforming() -> bool:
+    """True inside ``torch.vmap`` and torch.func's transforms."""
+    return maybe_current_level() is not None
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of what a tensor consists of."""
+    return sum(part.nbytes for part in strided_parts(tensor))
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph; torch.func's forward mode would wrap it at its level."""
+    found = tensor.detach()
+    while is_functorch_wrapped_tensor(found) and not is_functorch_wrapped_tensor(tensor):
+        found = get_unwrapped(found)
+    return found
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place; 0 for lazy and inference ones."""
+    return 0 if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
 def sequence_number_of(node: Any) -> int:

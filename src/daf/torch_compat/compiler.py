@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -111,6 +112,13 @@ def _eager_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any] | None
         return None
     eager: Callable[[Any], Any] = inspect.unwrap(kind.step)
     return eager
+
+
+@cache
+def needs_closure(step: Callable[..., Any]) -> bool:
+    """True for the ``step`` of an optimizer that asks for the loss anew, as LBFGS does."""
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

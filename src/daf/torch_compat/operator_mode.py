@@ -1,9 +1,9 @@
-"""Modes that see operators: one that passes each to a runner, and one below autograd."""
+"""Modes that see operators, and copies of PyTorch's functions for use inside them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, but in a private module
 
-from daf.torch_compat.function_copies import with_globals
-
 # Runs a function with these arguments and keywords.
 Runner = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+# The softmax of PyTorch's own composite attention, where rows of -inf alone become 0.
+safe_softmax, softmax_backward = torch._safe_softmax, torch._softmax_backward_data
 
 
 class OperatorMode(TorchFunctionMode):
@@ -45,6 +45,14 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def with_globals(function: Any, name: str | None = None, **replaced: Any) -> Callable[..., Any]:
+    """Return a copy of a Python function with some globals ``replaced``; ``name``: the copy's."""
+    own, name = {**function.__globals__, **replaced}, name or function.__name__
+    copy = FunctionType(function.__code__, own, name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _without_dispatch(function: Any) -> Callable[..., Any]:

@@ -140,8 +140,8 @@ def checked_device(name: str) -> torch.device:
         ) from error
     if device.type == "cpu":
         return device
-    DeviceMemory(device)
     try:
+        DeviceMemory(device)
         return torch.ones(1, device=device).device  # with its index
     except (AssertionError, RuntimeError) as error:
         raise PlatformError(f"asked to train on {name}; found: {error}; try cpu") from error

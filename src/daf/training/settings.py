@@ -53,6 +53,7 @@ class Option:
     help: str
     names: tuple[str, ...] = ()  # instead of --SETTING
     least: float | None = None  # the least number
+    most: float | None = None
     parse: Callable[[str], Any] | None = None  # from the text typed to the value kept
     is_argument: bool = False  # given by place
     of_plan: bool = False  # ``daf plan`` takes it too
@@ -95,7 +96,7 @@ class TrainSettings:
     batch_size: int = _shared(128, "Examples per step.", least=1)
     epochs: int = _train_only(1, "Passes over the training data.", least=1, may_change=True)
     max_steps: int | None = _train_only(None, "Stop after so many steps.", least=1, may_change=True)
-    seed: int = _shared(0, "Of weights, order, augmentation and codes.", least=0)
+    seed: int = _shared(0, "Of weights, order, augmentation and codes.", least=0, most=2**63 - 1)
     optimizer: str | None = _shared(None, f"{' or '.join(OPTIMIZERS)}; by default sgd for images.")
     learning_rate: float | None = _train_only(
         None, "By default 0.05 (sgd) or 0.0003 (adamw).", "--lr", least=0.0
@@ -107,7 +108,9 @@ class TrainSettings:
     memory_format: str = _shared(
         "channels_last", f"Of images and their models: {' or '.join(MEMORY_FORMATS)}."
     )
-    threads: int | None = _shared(None, "Compute threads; 1 repeats a run bit for bit.", least=1)
+    threads: int | None = _shared(
+        None, "Compute threads; 1 repeats a run bit for bit.", least=1, most=1024
+    )
     bits: int | str | None = _shared(
         None,
         "Fix the plan: 1 to 8 bits, 'exact' or 'plain'; by default it is chosen.",

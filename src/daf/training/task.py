@@ -174,12 +174,14 @@ class DataSet(Protocol):
 
 def settle_goal(model_name: str, goal: Goal | None, data: DataSet) -> Goal:
     """Return ``goal`` (None: the customary one); raises DataError if ``data`` do not serve it."""
-    if goal is None:
-        return data.goals[0]
-    if goal not in data.goals:
+    served: tuple[Goal, ...] = getattr(data, "goals", ())  # a user's factory may return anything
+    if goal is None and served:
+        return served[0]
+    if goal is None or goal not in served:
         raise DataError(
-            f"model {model_name!r} has the goal {goal.value!r}, but {data.name!r} serves "
-            f"{' or '.join(data.goals)}; name other data, or another goal by --goal"
+            f"model {model_name!r} has the goal {goal and goal.value!r}, but "
+            f"{getattr(data, 'name', data)!r:.80} serves "
+            f"{' or '.join(served) or 'none'}; name other data, or another goal by --goal"
         )
     return goal
 

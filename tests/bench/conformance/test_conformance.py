@@ -158,8 +158,7 @@ def test_a_case_that_crashes_or_hangs_is_told_and_the_others_run() -> None:
 
 def test_the_suite_lists_as_many_cases_as_it_should() -> None:
     situations, _ = run.cases_of("situations")
-    assert sum(not case.deferred for case in situations) >= 80
-    assert sum(bool(case.deferred) for case in situations) <= 40
+    assert len(situations) >= 200
     names = [case.name for group in ("situations", "operators", "modules", "sizable")
              for case in run.cases_of(group)[0]]  # fmt: skip
     assert len(names) == len(set(names)) >= 800

@@ -6,11 +6,13 @@ from daf_bench.conformance.situations import (
     changing_modules,
     containers,
     coupled_losses,
+    late_and_transformed,
     random_modules,
     sequences,
     several_passes,
     statistics,
     tensor_kinds,
+    unusual_tensors,
     weighted_losses,
     written_buffers,
 )
@@ -26,4 +28,6 @@ SITUATIONS = [
     *changing_modules.CASES,
     *several_passes.CASES,
     *tensor_kinds.CASES,
+    *unusual_tensors.CASES,
+    *late_and_transformed.CASES,
 ]

@@ -1,4 +1,4 @@
-"""In-place operators, views, complex numbers, types and parameters; and what is deferred."""
+"""In-place operators, views, complex numbers, types and parameters."""
 
 from __future__ import annotations
 
@@ -293,14 +293,3 @@ def multi_task_heads() -> Work:
         return weights[0] * first + weights[1] * second + model.log_weights.sum()
 
     return Work(model, labelled(), loss)
-
-
-CASES.defer("NaN in what a mask hides", "padding_of_minus_infinity", "rows_masked_whole")
-CASES.defer("sparse gradients", "sparse_embedding", "sparse_embedding_bag", "sparse_adam")
-CASES.defer("modules built in their first forward pass", "lazy_linear", "lazy_convolution")
-CASES.defer("nested tensors of strided layout", "nested_strided", "nested_strided_attention")
-CASES.defer("inference tensors", "inference_mode_parameter", "inference_mode_buffer")
-CASES.defer("transforms of torch.func", "vmap_inside", "ensemble_by_vmap", "jacobian_inside")
-CASES.defer("optimizers with a closure", "lbfgs")
-CASES.defer("tensor subclasses", "subclass_parameters", "quantized_weights", "dtensor_parameters")
-CASES.defer("bias of codes", "one_hot_rows", "top_eight_rows", "gelu_derivative_bias")

@@ -31,8 +31,7 @@ from daf.operators.eligibility import autograd_objection, is_plain
 from daf.operators.fused_function import differentiable_gradients
 from daf.operators.protocol import OperatorCall
 from daf.torch_compat.autograd_graph import without_torch_function
-from daf.torch_compat.function_copies import with_globals
-from daf.torch_compat.softmax import safe_softmax, softmax_backward
+from daf.torch_compat.operator_mode import safe_softmax, softmax_backward, with_globals
 
 # Of a chunk of other operators: with weights of 2 MiB at a time, which stay in a cache, forward and
 # backward of 64 x 8 heads of 128 x 128 took 137 ms, with 8 MiB 144, PyTorch's composite 162.

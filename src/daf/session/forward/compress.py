@@ -19,7 +19,7 @@ from torch import nn
 
 from daf.budget.request import Budget, parse_budget
 from daf.capture import compress as codes
-from daf.core.errors import ClosedSessionError
+from daf.core.errors import ClosedSessionError, UnknownNameError
 from daf.core.markup import Markup
 from daf.core.notebook import card
 from daf.core.plan import Plan
@@ -213,12 +213,12 @@ def compress(model: nn.Module, bits: int | str | None = None, **options: Any) ->
         BudgetError: inside, or in backward or an update: the budget cannot hold them;
             ``least_bytes`` is the least that could. A ``torch.OutOfMemoryError`` too.
         UnitError: the budget cannot be read.
-        ValueError: ``bits`` and a budget together.
+        UnknownNameError: ``bits`` and a budget together.
     """
     if "budget" not in options:
         return codes.compress(model, 2 if bits is None else bits, **options)
     if bits is not None:
-        raise ValueError(
+        raise UnknownNameError(
             f"asked for bits={bits!r} and a budget; under a budget the planner chooses them; "
             "give one of the two"
         )

@@ -33,7 +33,7 @@ from daf.session.plan_controller import NEAR
 from daf.session.readings import SessionReadings
 from daf.step.context import BatchInfo, StepContext
 from daf.step.splitting import Splitting
-from daf.torch_compat.autograd_graph import backward_errors
+from daf.torch_compat.autograd_graph import backward_errors, version_of
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.function_modes import modes_restored
 from daf.torch_compat.out_of_memory import out_of_memory
@@ -204,7 +204,7 @@ class ForwardRunner(SessionReadings):
 
     def _learn(self) -> None:
         """Correct the plan by the peak of the first steps, once it is known."""
-        version = sum(each._version for each in self.model.parameters())
+        version = sum(map(version_of, self.model.parameters()))
         selector = self._plan_controller.selector
         self._updates_seen += -1 < self._version < version
         self._calls_seen += 1
