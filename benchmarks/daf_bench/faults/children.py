@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -84,6 +85,7 @@ def _work_and_exit(work: Callable[[], Any], writing: int, longest_s: int) -> Non
     # What hangs says where, on standard error, before the signal ends it.
     faulthandler.register(signal.SIGALRM, file=sys.__stderr__, all_threads=True, chain=True)
     signal.alarm(longest_s)
+    gc.freeze()  # what the parent made is no child's to search, each time that DAF collects
     told: tuple[Any, str] = (None, "")
     try:
         told = work(), ""
