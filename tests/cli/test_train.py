@@ -369,6 +369,20 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_two_are_refused(d
     refused(daf("train", "--resume", "--out", "run"), "state.safetensors", "previous.safetensors")
 
 
+def test_an_older_checkpoint_in_the_newest_one_s_place_is_told(daf: Daf) -> None:
+    """Whole, of the same step, but from before the evaluation that ended the run."""
+    daf(*options("tiny_models:classifier", max_steps=4, checkpoint_every=2), "--json")
+    checkpoints = Path("run/checkpoint")
+    older = (checkpoints / "previous.safetensors").read_bytes()
+    (checkpoints / "state.safetensors").write_bytes(older)
+    resumed = daf("train", "--resume", "--out", "run", "--max-steps", "6", "--json")
+    assert resumed.code == 0, resumed.err
+    (word,) = resumed.json["warnings"]
+    assert "evaluations after steps [4] are lost: run/checkpoint/state.safetensors" in word
+    again = daf("train", "--resume", "--out", "run", "--max-steps", "7", "--json")
+    assert again.json["warnings"] == []
+
+
 def test_resuming_says_what_code_the_folder_names_and_where_it_is(
     daf: Daf, workplace: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -48,6 +50,8 @@ def count_outcome(total: dict[str, int], ended: Ended, tried: str, expected: int
     """
     total["crashes"] += ended.crashed
     total["hangs"] += ended.hung
+    if ended.words:
+        print(ended.words, file=sys.stderr)  # why: the counts do not say
     told = isinstance(ended.value, Outcome)
     total[tried] += ended.value.tried if told else expected
     total["wrong"] += ended.value.wrong if told else not (ended.crashed or ended.hung)
@@ -78,7 +82,10 @@ def in_child(work: Callable[[], Any], longest_s: int = LONGEST_S) -> Ended:
 
 def _work_and_exit(work: Callable[[], Any], writing: int, longest_s: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # What hangs says where, on standard error, before the signal ends it.
+    faulthandler.register(signal.SIGALRM, file=sys.__stderr__, all_threads=True, chain=True)
     signal.alarm(longest_s)
+    gc.freeze()  # what the parent made is no child's to search, each time that DAF collects
     told: tuple[Any, str] = (None, "")
     try:
         told = work(), ""

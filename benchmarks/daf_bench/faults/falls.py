@@ -23,6 +23,7 @@ from daf_bench.faults.family import Step, digest, seeded
 from daf_bench.faults.refusals import all_families, answered, in_threads, plain_digest
 
 _IN_ONE_CHILD = 25  # falls; the first meets libraries that have made nothing yet
+_OF_A_SESSION = 5  # falls in a child: they take seconds each, and a minute is a hang
 _SESSION_SHARE = 0.04  # of the falls: a session measures and plans before the first one
 _SESSION_ROOM_BYTES = 256 * 2**20
 _RELATIVE_ERROR = 1e-3  # parts of a batch add up in another order
@@ -46,8 +47,8 @@ def run_falls(count: int, seed: int, on_progress: Report = lambda *_: None) -> d
     """
     torch.set_num_threads(1)  # before anything forks
     total = dict.fromkeys(("falls_tried", "crashes", "hangs", "wrong"), 0)
-    for place, (name, falls, work) in enumerate(_children(count, seed)):
-        on_progress(name, min(count, place * _IN_ONE_CHILD), count)
+    for name, falls, work in _children(count, seed):
+        on_progress(name, total["falls_tried"], count)
         count_outcome(total, in_child(work), "falls_tried", falls)
     return total
 
@@ -56,12 +57,12 @@ def _children(count: int, seed: int) -> Iterator[tuple[str, int, Callable[[], Ou
     """Yield a name, a number of falls, and what tries them in a child."""
     draw = random.Random(seed)
     of_sessions = int(count * _SESSION_SHARE)
-    for falls in _parts(of_sessions):
+    for falls in _parts(of_sessions, _OF_A_SESSION):
         yield "sessions", falls, partial(_session_falls, falls, draw.getrandbits(32))
     families = list(all_families().values())
     draw.shuffle(families)
     digests: dict[tuple[str, int], str] = {}
-    for place, falls in enumerate(_parts(count - of_sessions)):
+    for place, falls in enumerate(_parts(count - of_sessions, _IN_ONE_CHILD)):
         family, threads = families[place % len(families)], draw.choice((1, 2))
         key = family.name, threads
         if key not in digests:
@@ -72,8 +73,8 @@ def _children(count: int, seed: int) -> Iterator[tuple[str, int, Callable[[], Ou
         yield family.name, falls, partial(in_threads, threads, work)
 
 
-def _parts(count: int) -> list[int]:
-    return [min(_IN_ONE_CHILD, count - first) for first in range(0, count, _IN_ONE_CHILD)]
+def _parts(count: int, in_one: int) -> list[int]:
+    return [min(in_one, count - first) for first in range(0, count, in_one)]
 
 
 def _falls(make: Callable[[], Step], falls: int, expected: str, seed: int) -> Outcome:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import dis
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import daf
@@ -50,15 +52,27 @@ def _silent_lines(name: str) -> frozenset[int]:
     """Return the lines at which a trace could raise, and no signal comes.
 
     Those of ``with`` statements, as leaving one is a line too, and ``try:`` itself, an instruction
-    that does nothing and lies outside of the ``with`` around it (CPython 3.11).
+    that does nothing and lies outside of the ``with`` around it (CPython 3.11). So does what ends
+    an ``except`` block and begins a line: raised there, the exception that was caught, and all
+    frames with it, would stay with the thread for good.
     """
-    found: set[int] = set()
-    for node in ast.walk(ast.parse(Path(name).read_text())):
+    text = Path(name).read_text()
+    found = set(_ends_of_handlers(compile(text, name, "exec")))
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.With):
             found.update(range(node.lineno, node.body[0].lineno))
         elif isinstance(node, ast.Try):
             found.add(node.lineno)
     return frozenset(found)
+
+
+def _ends_of_handlers(code: CodeType) -> Iterator[int]:
+    for offset, line in dis.findlinestarts(code):
+        if dis.opname[code.co_code[offset]] == "POP_EXCEPT":
+            yield line
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _ends_of_handlers(each)
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:

@@ -133,6 +133,10 @@ class _Run:
                 f"steps {self._step + 1} to {logged} were made after the last whole checkpoint, "
                 "and are made again"
             )
+        lost_steps = self.folder.evaluated_steps() - {each["step"] for each in self._evaluations}
+        if lost_steps and not trouble:
+            steps = sorted(lost_steps)
+            self._warn(f"evaluations after steps {steps} are lost: {self.folder.checkpoint} is old")
         if self.job.session.plan is not None:
             self.observer.note(f"plan: {self.job.session.plan.reason}")
 

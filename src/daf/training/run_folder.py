@@ -160,6 +160,12 @@ class RunFolder:
         except DamagedFileError:
             return load_model(self.previous, model)
 
+    def evaluated_steps(self) -> set[int]:
+        """Return the steps after which the summary has evaluations; none if it cannot be read."""
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            return {each["step"] for each in read_json(self.summary)["evaluations"]}
+        return set()
+
     def keep_metrics_until(self, step: int) -> None:
         """Drop the lines after ``step``, which a rolled back run left."""
         if self.metrics.exists():
