@@ -148,6 +148,8 @@ void bind_allocator(nb::module_& parent) {
       nb::arg("bytes").none());
   module.def("drop_unwinding_tables", &allocator::drop_unwinding_tables);
   module.def("statistics", &statistics);
+  module.def("refusals", [] { return allocator::account().refusals.value(); });
+  module.def("overdraft_bytes", [] { return allocator::account().overdraft_bytes.value(); });
   module.def("phases", &phases);
   module.def("set_phase", &allocator::set_phase);
   // The most bytes in use since the last call, and those in use now.

@@ -19,11 +19,11 @@ def known_passes() -> KnownPasses:
     return KnownPasses(Capture(nn.Linear(2, 2)))
 
 
-def test_one_pass_in_sixteen_is_captured() -> None:
+def test_one_pass_in_sixty_four_is_captured() -> None:
     passes = known_passes()
-    found = [passes.begin(PLAIN, UNCOMPILED, index, "batch") for index in range(40)]
-    assert [index for index, known in enumerate(found) if not known] == [0, 16, 32]
-    assert COUNTED_EVERY == 16
+    found = [passes.begin(PLAIN, UNCOMPILED, index, "batch") for index in range(150)]
+    assert [index for index, known in enumerate(found) if not known] == [0, 64, 128]
+    assert COUNTED_EVERY == 64
 
 
 def test_another_batch_or_a_part_of_one_is_captured() -> None:

@@ -8,7 +8,7 @@ from daf.capture.capture import Capture
 from daf.core.policy import Policy, plain_policy
 from daf.torch_compat.compiled_modules import CompiledModules
 
-COUNTED_EVERY = 16  # passes, where a plan keeps all that PyTorch saves
+COUNTED_EVERY = 64  # passes, where a plan keeps all that PyTorch saves
 
 
 class KnownPasses:

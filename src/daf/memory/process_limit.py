@@ -60,7 +60,7 @@ class MemoryKeeper(Keeper):
 
     @property
     def overdraft_bytes(self) -> int:
-        return stats()["overdraft_bytes"] if self.recycles else 0
+        return int(native.overdraft_bytes()) if self.recycles else 0
 
     @property
     def recycles(self) -> bool:
@@ -118,7 +118,7 @@ class MemoryKeeper(Keeper):
         glibc.return_free_memory()
 
     def refusals(self) -> int:
-        return stats()["refusals"] if self.recycles else 0
+        return int(native.refusals()) if self.recycles else 0
 
     def has_refused(self, error: BaseException, refusals_before: int) -> bool:  # noqa: ARG002
         """True if memory was refused since, because user code may turn a refusal into any error."""
