@@ -104,3 +104,21 @@ def test_hooks_that_forward_registers_are_not_there_twice_after_measuring() -> N
     assert not model.is_hooked
     assert len(model.layer._forward_hooks) == 1
     assert len(model(x)) == 6
+
+
+def test_a_refused_attempt_s_graph_is_let_go_though_the_model_keeps_it() -> None:
+    model = Own()
+    model(torch.ones(2, 4))
+    model.other = model.layer(torch.ones(2, 4))  # another graph, which the attempt leaves alone
+    before, other = weakref.ref(model.last), model.other
+    snapshot = StepSnapshot(Surroundings.of(model))
+    model(torch.ones(2, 4))
+    assert before() is None  # freed as plainly
+    attempt = weakref.ref(model.last)
+    value = model.last.detach().clone()
+    snapshot.restore()
+    assert attempt() is None
+    assert model.last.grad_fn is None
+    assert torch.equal(model.last, value)
+    assert model.other is other
+    assert other.grad_fn is not None

@@ -7,6 +7,7 @@ Its second run begins with what the first one found, and leaves no trace.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
@@ -24,7 +25,7 @@ from daf.recompute.random_state import OwnGenerator
 from daf.torch_compat.autograd_graph import version_of
 from daf.torch_compat.modules import modules_of, parameters_of
 
-_MISSING, _IGNORED = object(), object()
+_MISSING = object()
 # PyTorch's own entries, and those that whoever replaces a forward sets.
 _NOT_STATE = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 _UNCHANGING = frozenset({bool, int, float, str, bytes, tuple, type(None), torch.Size})
@@ -72,6 +73,10 @@ class Contents(NamedTuple):
 Undo = Change | Contents | OwnGenerator
 
 
+class _WithGraph(weakref.ref[Tensor]):
+    """A tensor that is left alone, so that its graph is freed as without this."""
+
+
 class PythonState:
     """What modules and other ``objects`` keep in Python now.
 
@@ -110,7 +115,7 @@ class PythonState:
         held = dict(space)
         if not self._holds_tensors:
             values = [each for each in held.items() if type(each[1]) not in _WITHOUT_GRAPH]
-            held |= {name: _IGNORED for name, value in values if _has_graph(value)}
+            held |= {name: _WithGraph(value) for name, value in values if _has_graph(value)}
         return held
 
     def _look(self, name: str, value: Any, depth: int) -> None:
@@ -182,6 +187,11 @@ class PythonState:
         """Undo what was changed since, but in tensors."""
         for change in self.changes():
             change.undo()
+        for space, own in self._spaces:
+            for name, then in own.items():
+                now: Any = space.get(name)
+                if isinstance(then, _WithGraph) and then() is not now and _has_graph(now):
+                    space[name] = now.detach()  # else it would hold all that the attempt saved
 
 
 class Surroundings(NamedTuple):
@@ -278,7 +288,7 @@ def _changes_in(space: dict[str, Any], own: dict[str, Any]) -> Iterator[Change]:
         return
     for name in (space.keys() | own.keys()) - _NOT_STATE:
         then = own.get(name, _MISSING)
-        if then is not _IGNORED and space.get(name, _MISSING) is not then:
+        if not isinstance(then, _WithGraph) and space.get(name, _MISSING) is not then:
             yield Change(space, name, then)
 
 
