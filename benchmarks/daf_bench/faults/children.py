@@ -83,7 +83,7 @@ def in_child(work: Callable[[], Any], longest_s: int = LONGEST_S) -> Ended:
 def _work_and_exit(work: Callable[[], Any], writing: int, longest_s: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     # What hangs says where, on standard error, before the signal ends it.
-    faulthandler.register(signal.SIGALRM, file=sys.__stderr__, all_threads=True, chain=True)
+    faulthandler.register(signal.SIGALRM, file=2, all_threads=True, chain=True)
     signal.alarm(longest_s)
     gc.freeze()  # what the parent made is no child's to search, each time that DAF collects
     told: tuple[Any, str] = (None, "")
