@@ -6,14 +6,19 @@ import faulthandler
 import gc
 import os
 import pickle
+import select
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
-LONGEST_S = 60  # a child that takes longer hangs
+LONGEST_S = 60  # a child that takes longer hangs; waiting for a processor does not count
+_END_S = 3600  # of a child whose parent is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +73,10 @@ def in_child(work: Callable[[], Any], longest_s: int = LONGEST_S) -> Ended:
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        _work_and_exit(work, writing, longest_s)
+        _work_and_exit(work, writing)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
+        _end_if_it_hangs(pid, pipe, longest_s)
         told = pipe.read()
     _, status = os.waitpid(pid, 0)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
@@ -80,11 +86,32 @@ def in_child(work: Callable[[], Any], longest_s: int = LONGEST_S) -> Ended:
     return Ended(value, ended_by, words)
 
 
-def _work_and_exit(work: Callable[[], Any], writing: int, longest_s: int) -> None:
+def _end_if_it_hangs(pid: int, pipe: BinaryIO, longest_s: int) -> None:
+    """Wait until a child says something or ends; signal one that ran, or slept, for too long."""
+    start_s = time.monotonic()
+    while not select.select([pipe], [], [], min(1, longest_s))[0]:
+        if time.monotonic() - start_s - _waited_s(pid) > longest_s:
+            os.kill(pid, signal.SIGALRM)
+            return
+
+
+def _waited_s(pid: int) -> float:
+    """Return how long a process's threads were ready to run while others did; the longest of them.
+
+    Source: the kernel's scheduler/sched-stats.rst, ``/proc/PID/schedstat``.
+    """
+    waited_ns = [0]
+    for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):  # it ended meanwhile
+            waited_ns.append(int(task.read_text().split()[1]))
+    return max(waited_ns) / 1e9
+
+
+def _work_and_exit(work: Callable[[], Any], writing: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     # What hangs says where, on standard error, before the signal ends it.
-    faulthandler.register(signal.SIGALRM, file=sys.__stderr__, all_threads=True, chain=True)
-    signal.alarm(longest_s)
+    faulthandler.register(signal.SIGALRM, file=2, all_threads=True, chain=True)
+    signal.alarm(_END_S)
     gc.freeze()  # what the parent made is no child's to search, each time that DAF collects
     told: tuple[Any, str] = (None, "")
     try:

@@ -59,6 +59,7 @@ def test_what_goes_wrong_is_counted() -> None:
         """
         import os, signal, time
         import torch
+        from daf_bench.faults import children
         from daf_bench.faults.children import in_child
         from daf_bench.faults.family import Family
         from daf_bench.faults.refusals import refuse_family
@@ -81,11 +82,14 @@ def test_what_goes_wrong_is_counted() -> None:
         crashing = refuse_family(Family("crashing", make(True)), seed=0)
         spoilt = refuse_family(Family("spoilt", make(False)), seed=0)
         hung, failed = in_child(lambda: time.sleep(60), 1), in_child(lambda: 1 // 0)
-        found = crashing, spoilt, (hung.hung, hung.crashed), failed.words
+        children._waited_s = lambda pid: 60  # as of one that others kept from running
+        starved = in_child(lambda: time.sleep(3) or "whole", 1).value
+        found = crashing, spoilt, (hung.hung, hung.crashed), failed.words, starved
         """
     )
-    crashing, spoilt, hung, words = found
+    crashing, spoilt, hung, words, starved = found
     assert (crashing["crashes"], crashing["wrong"], crashing["hangs"]) == (2, 0, 0)
     assert (spoilt["crashes"], spoilt["wrong"], spoilt["hangs"]) == (0, 4, 0)
     assert hung == [True, False]
     assert "ZeroDivisionError" in words
+    assert starved == "whole"

@@ -6,8 +6,10 @@ be that of a run that was never killed, bit for bit.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import select
 import signal
 import tempfile
 import time
@@ -63,9 +65,10 @@ def _one_run(draw: random.Random, place: Path, count: int, counts: Counter[str])
         if counts["kills_tried"] == count:
             break
         work = _next_try(settings, folder)
-        if _killed(work, draw.random() ** 0.5 * whole_s):
-            counts["kills_tried"] += 1
-            _count_lost(folder, every, counts)
+        if not _killed(work, draw.random() ** 0.5 * whole_s * _left(folder)):
+            break  # it has come to its end
+        counts["kills_tried"] += 1
+        _count_lost(folder, every, counts)
     found = count_end(counts, in_child(_next_try(settings, folder)))
     if found is None:
         return
@@ -89,15 +92,25 @@ def _has_begun(folder: Path) -> bool:
     return False
 
 
+def _left(folder: Path) -> float:
+    """Return what a try still has to do, as a share of a whole run: it begins, and goes on."""
+    run = RunFolder(folder)
+    kept = read_whole(run.checkpoint)[1]["run"]["step"] if run.checkpoint.exists() else 0
+    return 0.1 + 0.9 * (1 - kept / _STEPS)
+
+
 def _killed(work: Callable[[], Any], after_s: float) -> bool:
     """Run ``work`` in a fork and kill it after so long; False if it ended before."""
     pid = os.fork()
     if pid == 0:
         try:
+            gc.freeze()
             work()
         finally:
             os._exit(0)
-    time.sleep(after_s)
+    child = os.pidfd_open(pid)
+    select.select([child], [], [], after_s)  # no longer than it runs
+    os.close(child)
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     return os.WIFSIGNALED(status)
