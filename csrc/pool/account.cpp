@@ -71,8 +71,8 @@ std::vector<Eviction> Pool::take_evictions(uint64_t* lost) {
 bool Pool::is_sound() {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<bool> owned(groups_ * pages_per_group_);
-  uint64_t pages = 0, payload = 0, spare = 0, tables = 0, tensors = 0;
-  bool sound = tree_.is_sound();
+  uint64_t pages = 0, payload = 0, spare = 0, tables = 0, tensors = 0, evictable = 0;
+  bool sound = true;
   const auto own = [&](uint64_t page) {
     sound = sound && page < owned.size() && !owned[page] && !free_.has(page) &&
             !unbacked_.has(page / pages_per_group_);
@@ -83,6 +83,7 @@ bool Pool::is_sound() {
     const Tensor& tensor = tensors_[slot];
     if (!tensor.handle) continue;
     ++tensors;
+    evictable += !tensor.pins && spare_pages(tensor) > 0;
     payload += payload_of(tensor);
     spare += tensor.pins ? 0 : spare_pages(tensor);
     tables += table_bytes(tensor);
@@ -92,7 +93,8 @@ bool Pool::is_sound() {
       own(tensor.table[uint64_t(tensor.bits) * tensor.runs + i]);
   }
   return sound && pages == now_.live_pages && payload == now_.payload_bytes &&
-         spare == now_.evictable_pages && tables == table_bytes_ && tensors == now_.live_tensors &&
+         spare == now_.evictable_pages && evictable == tree_.size() && tables == table_bytes_ &&
+         tensors == now_.live_tensors &&
          free_.count() + now_.live_pages == backed_ * pages_per_group_ &&
          backed_ + unbacked_.count() == groups_;
 }

@@ -1,58 +1,53 @@
-// A tree of slots by importance, least at the root; equal ones in order of arrival.
+// A red–black tree of slots by importance, least first; equal ones in order of arrival.
 //
-// A binary heap and each slot's place in it, in one array: no links, so that a slot takes 16 bytes.
-// Insert and erase are O(log n), least is O(1).
+// The nodes of slots that are not in it wait beside it, so that only `extend` allocates. Insert and
+// erase are O(log n), least is O(1).
 #pragma once
 
+#include <cstdint>
 #include <cstring>
-
-#include "pool/array.h"
+#include <deque>
+#include <map>
 
 namespace daf::paging {
 
 class ImportanceTree {
  public:
-  explicit ImportanceTree(uint64_t most_slots) : nodes_(most_slots) {}
+  explicit ImportanceTree(uint64_t most_slots) : most_(most_slots) {}
 
-  static uint64_t bytes_for(uint64_t slots) { return GrowingArray<Node>::bytes_for(slots); }
+  // Four words link a node; the allocator adds one.
+  static uint64_t bytes_for(uint64_t slots) { return slots * (sizeof(Slot) + 5 * sizeof(void*)); }
 
-  uint64_t most() const { return nodes_.most(); }
-  // Makes room for slots below `slots`.
-  void extend(uint64_t slots) { nodes_.extend(slots); }
+  uint64_t most() const { return most_; }
+  uint64_t size() const { return tree_.size(); }
+  // Makes room for slots below `slots`. Throws std::bad_alloc.
+  void extend(uint64_t slots) {
+    while (slots_.size() < slots) {
+      Tree one;
+      one.emplace(0, uint32_t(slots_.size()));
+      slots_.push_back({one.extract(one.begin()), {}});
+    }
+  }
 
-  uint32_t least() const { return nodes_[0].entry.slot; }
+  uint32_t least() const { return tree_.begin()->second; }
   // True if this importance would come before all here; equal ones come first.
   bool is_least(double importance) const {
-    return count_ == 0 || key_of(importance) < nodes_[0].entry.key;
+    return tree_.empty() || key_of(importance) < tree_.begin()->first;
   }
 
   // `importance` >= 0; values within a millionth of each other count as equal.
   void insert(uint32_t slot, double importance) {
-    settle(count_++, {key_of(importance), arrivals_++, slot});
+    slots_[slot].outside.key() = key_of(importance);
+    slots_[slot].inside = tree_.insert(std::move(slots_[slot].outside));
   }
 
-  void erase(uint32_t slot) {
-    const uint32_t place = nodes_[slot].place;
-    if (place != --count_) settle(place, nodes_[count_].entry);
-  }
-
-  // True if nothing comes before what is above it, and every slot is where it should be. For
-  // tests; O(n).
-  bool is_sound() const {
-    for (uint32_t place = 0; place < count_; ++place) {
-      if (nodes_[nodes_[place].entry.slot].place != place) return false;
-      if (place > 0 && before(nodes_[place].entry, nodes_[above(place)].entry)) return false;
-    }
-    return true;
-  }
+  void erase(uint32_t slot) { slots_[slot].outside = tree_.extract(slots_[slot].inside); }
 
  private:
-  struct Entry {
-    uint32_t key, arrival, slot;
-  };
-  struct Node {
-    Entry entry;     // the heap's at this place
-    uint32_t place;  // of the entry of this slot
+  using Tree = std::multimap<uint32_t, uint32_t>;
+  struct Slot {
+    Tree::node_type outside;
+    Tree::iterator inside;
   };
 
   // The upper half of a number's bits, whose order is that of numbers from 0 up.
@@ -63,30 +58,9 @@ class ImportanceTree {
     return uint32_t(bits >> 32);
   }
 
-  static uint32_t above(uint32_t place) { return (place - 1) / 2; }
-  static bool before(const Entry& a, const Entry& b) {
-    return a.key < b.key || (a.key == b.key && int32_t(a.arrival - b.arrival) < 0);  // may wrap
-  }
-
-  void put(uint32_t place, Entry entry) {
-    nodes_[place].entry = entry;
-    nodes_[entry.slot].place = place;
-  }
-
-  // Puts an entry in a vacant place, or where it belongs above or below it.
-  void settle(uint32_t place, Entry entry) {
-    for (; place > 0 && before(entry, nodes_[above(place)].entry); place = above(place))
-      put(place, nodes_[above(place)].entry);
-    for (uint32_t child; (child = 2 * place + 1) < count_; place = child) {
-      if (child + 1 < count_ && before(nodes_[child + 1].entry, nodes_[child].entry)) ++child;
-      if (!before(nodes_[child].entry, entry)) break;
-      put(place, nodes_[child].entry);
-    }
-    put(place, entry);
-  }
-
-  GrowingArray<Node> nodes_;
-  uint32_t count_ = 0, arrivals_ = 0;
+  uint64_t most_;
+  std::deque<Slot> slots_;
+  Tree tree_;
 };
 
 }  // namespace daf::paging
