@@ -24,12 +24,7 @@ from daf.saved_tensors.packer import is_integer, is_treatable
 from daf.saved_tensors.provenance import ADDITIONS, FOLLOWED, Operands
 from daf.saved_tensors.sites import SiteRecord, mix_key
 from daf.saved_tensors.state import SavedTensorState
-from daf.torch_compat.autograd_graph import (
-    is_strided,
-    sequence_number,
-    strided_parts,
-    without_torch_function,
-)
+from daf.torch_compat import autograd_graph
 from daf.torch_compat.pytree import tensors_in_batch
 
 _OUTSIDE_CALL = Call(None, (), {}, None, None)
@@ -88,7 +83,7 @@ class SavedTensorHooks:
 
     def pack(self, tensor: Tensor) -> SavedTensor:
         """The hook that autograd calls for every tensor it saves."""
-        with without_torch_function():
+        with autograd_graph.without_torch_function():
             if self.replays.is_running:
                 return self.replays.pack(tensor)
             saved = SavedTensor(tensor)
@@ -110,7 +105,7 @@ class SavedTensorHooks:
     ) -> Any:
         """Run an operator, and settle what it saved when it returns."""
         operands = self._begin(function, arguments)
-        first_sequence_number = sequence_number()
+        first_sequence_number = autograd_graph.sequence_number()
         with self.collecting() as pending:
             result = function(*arguments, **keywords)
         if pending:
@@ -243,8 +238,8 @@ class SavedTensorHooks:
 
     def is_constant(self, tensor: Tensor) -> bool:
         """True if this is a parameter, a buffer, the caller's, or a view or cast copy of one."""
-        if not is_strided(tensor):
-            parts = strided_parts(tensor)
+        if not autograd_graph.is_strided(tensor):
+            parts = autograd_graph.strided_parts(tensor)
             return bool(parts) and all(map(self._state.sources.is_external, parts))
         if self._state.sources.is_external(tensor):
             return True

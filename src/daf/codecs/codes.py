@@ -18,17 +18,9 @@ from daf.codecs.layout import in_memory_order
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.core.errors import CodecError
 from daf.core.policy import Method, Treatment
-from daf.kernels import Codec, RowMoments
+from daf.kernels import Codec, RowMoments, normalisation
 from daf.kernels.backend import element_type
 from daf.kernels.devices import backend_of
-from daf.kernels.normalisation import (
-    Channels,
-    CodedValues,
-    Decoding,
-    ElementCode,
-    Encoding,
-    NormOutput,
-)
 from daf.pool.paged_pool import plane_importance
 
 
@@ -48,7 +40,7 @@ class Values(ABC):
     def decode(
         self,
         out: Tensor,
-        channels: Channels | None = None,
+        channels: normalisation.Channels | None = None,
         mask: ElementsCode | None = None,
         accumulate: bool = False,
         blocks: tuple[int, int] | None = None,
@@ -61,10 +53,10 @@ class Values(ABC):
         count = self.count if blocks is None else elements_in(blocks, self.count)
         _check_count(count, out)
         with pinned(mask) as chosen:
-            self._write(Decoding(out, channels, chosen, accumulate, blocks))
+            self._write(normalisation.Decoding(out, channels, chosen, accumulate, blocks))
 
     @abstractmethod
-    def _write(self, decoding: Decoding) -> None: ...
+    def _write(self, decoding: normalisation.Decoding) -> None: ...
 
 
 class _Code:
@@ -87,14 +79,14 @@ class ElementsCode(_Code):
 
     __slots__ = ("_broken", "code")
 
-    def __init__(self, count: int, planes: Any, code: ElementCode) -> None:
+    def __init__(self, count: int, planes: Any, code: normalisation.ElementCode) -> None:
         super().__init__(count, planes)
         self.code = code._replace(channels=None, table=None)  # of the encoder alone
         self._broken: Tensor | None = None
 
     @classmethod
     def encode(
-        cls, store: Any, tensor: Tensor, bits: int, code: ElementCode
+        cls, store: Any, tensor: Tensor, bits: int, code: normalisation.ElementCode
     ) -> ElementsCode | None:
         """Encode a dense tensor; CodecError if its dtype has no code.
 
@@ -115,7 +107,7 @@ class ElementsCode(_Code):
     @classmethod
     def unwritten_mask(cls, store: Any, count: int) -> ElementsCode:
         """Allocate a mask of ``count`` elements; the caller fills ``planes``, then seals it."""
-        return cls(count, _planes(store, count, 1), ElementCode(Codec.MASK))
+        return cls(count, _planes(store, count, 1), normalisation.ElementCode(Codec.MASK))
 
     def seal(self) -> None:
         """End the writing of an unwritten mask."""
@@ -144,11 +136,11 @@ class ValueCode(_Code, Values):
         tensor: Tensor,
         treatment: Treatment,
         key: int,
-        channels: Channels | None = None,
+        channels: normalisation.Channels | None = None,
         *,
         weight: float = 1.0,
         tag: int = 0,
-        output: NormOutput | None = None,
+        output: normalisation.NormOutput | None = None,
         rows: RowMoments | None = None,
     ) -> None:
         """Encode a dense tensor after ``channels`` is applied to it.
@@ -179,7 +171,7 @@ class ValueCode(_Code, Values):
         )
         self._hold(count, planes, treatment, key)
         with self.planes.filling() as filled, opened(output) as written:
-            encoding = Encoding(tensor, channels, rows, written)
+            encoding = normalisation.Encoding(tensor, channels, rows, written)
             self.is_finite = backend_of(tensor).encode_values(self.at(filled), encoding)
         self.planes.seal()
 
@@ -196,11 +188,11 @@ class ValueCode(_Code, Values):
         super().__init__(count, planes)
         self.treatment, self.key, self.is_finite = treatment, key, True
 
-    def at(self, planes: Any) -> CodedValues:
+    def at(self, planes: Any) -> normalisation.CodedValues:
         """Return the code as kernels take it, whose ``planes`` are open or pinned."""
-        return CodedValues(planes, self.treatment, self.key, self.count)
+        return normalisation.CodedValues(planes, self.treatment, self.key, self.count)
 
-    def _write(self, decoding: Decoding) -> None:
+    def _write(self, decoding: normalisation.Decoding) -> None:
         with self.planes.pinned() as planes:
             backend_of(decoding.out).decode_values(self.at(planes), decoding)
 
@@ -211,7 +203,7 @@ def pinned(mask: ElementsCode | None) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def opened(output: NormOutput | None) -> Iterator[NormOutput | None]:
+def opened(output: normalisation.NormOutput | None) -> Iterator[normalisation.NormOutput | None]:
     """Open the output's unwritten mask and yield the output with its planes in its place."""
     if output is None or output.mask is None:
         yield output

@@ -32,14 +32,7 @@ from daf.core.policy import Need
 from daf.kernels import RowMoments
 from daf.kernels.devices import backend_of, is_coded_on_device
 from daf.kernels.normalisation import Channels, NormOutput, RowBackward
-from daf.operators.eligibility import (
-    autocast_objection,
-    autograd_objection,
-    has_usual_strides,
-    is_plain,
-    is_vector,
-    size_objection,
-)
+from daf.operators import eligibility
 from daf.operators.fused_function import FusedFunction
 from daf.operators.fusion_table import CallSite
 from daf.operators.norms.save import NormSave, Source, reading
@@ -192,22 +185,22 @@ def objection(call: RowNormArguments | None, pack: Callable[..., Any]) -> str:
     if call is None or not _is_shape(call):
         return "its arguments are odd"
     x = call.input
-    if not is_plain(x):
+    if not eligibility.is_plain(x):
         return "its input is no float32 tensor that there are kernels for"
-    if not x.is_contiguous() or not has_usual_strides(x):
+    if not x.is_contiguous() or not eligibility.has_usual_strides(x):
         return "its input is not contiguous"
-    reason = size_objection(x)
+    reason = eligibility.size_objection(x)
     if reason:
         return reason
     shape = tuple(call.normalized_shape)
     if is_coded_on_device(x) and math.prod(shape) > LONGEST_ROW_ON_DEVICE:
         return "its rows are longer than a GPU's kernels are made for"
     vectors = (call.weight, call.bias)
-    if not all(vector is None or is_vector(vector, shape, x) for vector in vectors):
+    if not all(vector is None or eligibility.is_vector(vector, shape, x) for vector in vectors):
         return "its parameters are no contiguous float32 tensors of a row's shape"
     if not (call.eps is None or (isinstance(call.eps, (int, float)) and call.eps >= 0)):
         return "its epsilon is no number of 0 or more"
-    return autocast_objection(x) or autograd_objection((x, *vectors), pack)
+    return eligibility.autocast_objection(x) or eligibility.autograd_objection((x, *vectors), pack)
 
 
 def _is_shape(call: RowNormArguments) -> bool:

@@ -29,15 +29,9 @@ from daf.offload.spill import SpillOptions
 from daf.operators.chunked.weight_gradient import chunk_bytes_on
 from daf.planning import planner
 from daf.planning.candidate import MARGIN_BYTES
+from daf.profiling import model_memory
 from daf.profiling.device_speeds import calibrated, device_speeds
 from daf.profiling.growth import PeakGrowth
-from daf.profiling.model_memory import (
-    gradient_bytes,
-    optimizer_bytes_to_come,
-    parameter_bytes,
-    state_bytes,
-    update_bytes,
-)
 from daf.profiling.profile_assembly import build
 from daf.profiling.replay_proof import ProofLimits, most_ms, prove_replays, refuse_replays
 from daf.profiling.small_steps import (
@@ -253,7 +247,7 @@ class Profiler:
 
         Libraries add their own: matrix products of GPT-2's shape took 24 MB per example.
         """
-        gradients = gradient_bytes(self.model)
+        gradients = model_memory.gradient_bytes(self.model)
         growing = self._growth.peak_bytes(found, examples, gradients)
         return self._resident_bytes() + gradients + growing + MARGIN_BYTES
 
@@ -351,16 +345,18 @@ class Profiler:
     ) -> Profile:
         savings, calls, timeline = build(observations)
         self._make_room()
-        state = optimizer_bytes_to_come(self.optimizer)
-        passing = update_bytes(self.optimizer, self.memory)
+        state = model_memory.optimizer_bytes_to_come(self.optimizer)
+        passing = model_memory.update_bytes(self.optimizer, self.memory)
         self._make_room()  # what the trials had
         self._note_beside()
-        updated = gradient_bytes(self.model)
-        touched = 2 * updated + sum(map(state_bytes, self.optimizer.state.values())) + state
+        updated = model_memory.gradient_bytes(self.model)
+        touched = (
+            2 * updated + sum(map(model_memory.state_bytes, self.optimizer.state.values())) + state
+        )
         return Profile(
             floor_bytes=self.baseline_bytes,
             resident_bytes=self._resident_bytes(),
-            parameter_bytes=parameter_bytes(self.model),
+            parameter_bytes=model_memory.parameter_bytes(self.model),
             gradient_bytes=updated,
             optimizer_bytes=state,
             batch_size=examples,

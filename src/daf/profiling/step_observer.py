@@ -22,22 +22,8 @@ from daf.core.policy import KEEP, Method, Need, Reading, Site, Treatment
 from daf.kernels.devices import norm_part_bytes_on
 from daf.memory.domain import MemoryDomain, ProcessMemory, device_of
 from daf.operators.activation import SmoothHeld, decoded_bytes_on
+from daf.saved_tensors import observation, packed_tensor
 from daf.saved_tensors.ledger import Source, gradient_bytes
-from daf.saved_tensors.observation import (
-    NO_CALL,
-    MethodTime,
-    ModuleCall,
-    Observation,
-    ObservedTensor,
-    Save,
-)
-from daf.saved_tensors.packed_tensor import (
-    Kept,
-    PackedTensor,
-    Rederived,
-    SavedTensor,
-    is_identifying,
-)
 from daf.torch_compat.autograd_graph import bytes_of, is_strided, version_of, without_torch_function
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.pytree import tensors_in_batch
@@ -48,7 +34,7 @@ _KEPT_ANYWAY = (Need.EXACT, Need.INPUT)  # needs that only keeping, or placing e
 class _Input(NamedTuple):
     """A tensor that a call was given, and its version then."""
 
-    call: ModuleCall
+    call: observation.ModuleCall
     tensor: weakref.ref[Tensor]
     version: int
 
@@ -81,7 +67,7 @@ class Observer:
     def __init__(self, capture: Capture, examples: int, memory: MemoryDomain | None = None) -> None:
         model, memory = capture.model, memory or ProcessMemory()
         device = device_of(model)
-        self.found = Observation(
+        self.found = observation.Observation(
             examples,
             part_bytes=decoded_bytes_on(device),
             norm_part_bytes=norm_part_bytes_on(device),
@@ -94,10 +80,10 @@ class Observer:
         self._gradients = 0
         self._storages: dict[Source, int] = {}
         self._contents: dict[tuple[Any, ...], int] = {}
-        self._watched: dict[Source, list[ObservedTensor]] = {}
-        self._ours: dict[Source, weakref.WeakSet[Kept]] = {}
-        self._by_saved: dict[int, ObservedTensor] = {}
-        self._references: list[weakref.ref[SavedTensor]] = []
+        self._watched: dict[Source, list[observation.ObservedTensor]] = {}
+        self._ours: dict[Source, weakref.WeakSet[packed_tensor.Kept]] = {}
+        self._by_saved: dict[int, observation.ObservedTensor] = {}
+        self._references: list[weakref.ref[packed_tensor.SavedTensor]] = []
         self._makers: weakref.WeakKeyDictionary[Any, Site] = weakref.WeakKeyDictionary()
         self._open_calls: list[_OpenCall] = []
         self._inputs: list[_Input] = []
@@ -147,12 +133,12 @@ class Observer:
         self._note_deaths()
         self._inputs = [each for each in self._inputs if each.is_alive()]
 
-    def saved(self, save: Save) -> None:
+    def saved(self, save: observation.Save) -> None:
         """Note a saved tensor; one without visible memory of its own is skipped."""
         if not save.sources:
             return
         source = save.sources[0]
-        record = ObservedTensor(
+        record = observation.ObservedTensor(
             save.site,
             save.need,
             save.treatment,
@@ -164,7 +150,7 @@ class Observer:
             save.held_bytes,
             save.treatable and (save.treatment != KEEP or save.need in _KEPT_ANYWAY),
             self._parents(save),
-            self._open_calls[-1].place if self._open_calls else NO_CALL,
+            self._open_calls[-1].place if self._open_calls else observation.NO_CALL,
             max(0, self._now),
             beside_bytes=save.beside_bytes,
             teller=self._makers.get(save.derived_by) if save.derived_by is not None else None,
@@ -182,15 +168,15 @@ class Observer:
             record.dies = record.saved
         else:
             self._watched.setdefault(source, []).append(record)
-        if isinstance(save.held, Kept):
+        if isinstance(save.held, packed_tensor.Kept):
             self._ours.setdefault(source, weakref.WeakSet()).add(save.held)
 
-    def _content(self, save: Save, source: Source) -> int:
+    def _content(self, save: observation.Save, source: Source) -> int:
         has_geometry = is_strided(save.tensor)
         key = content_key(save.tensor, save.saved.version) if has_geometry else (save.site,)
         return self._contents.setdefault((source, *key), len(self._contents))
 
-    def reading(self, saved: SavedTensor) -> None:
+    def reading(self, saved: packed_tensor.SavedTensor) -> None:
         """Note that backward reads a tensor."""
         record = self._by_saved.get(id(saved))
         if record is None:
@@ -201,10 +187,10 @@ class Observer:
             record.read = self._now
             record.reading = _reading(saved)
 
-    def has_read(self, saved: SavedTensor, ms: float) -> None:
+    def has_read(self, saved: packed_tensor.SavedTensor, ms: float) -> None:
         """Note that backward has read a tensor, and the time that took."""
         record = self._by_saved.get(id(saved))
-        if record is not None and not is_identifying():
+        if record is not None and not packed_tensor.is_identifying():
             self._time(self.found.decode, record.treatment, record.tensor_bytes, ms)
 
     @property
@@ -234,7 +220,7 @@ class Observer:
         for source in gone:
             del self._watched[source]
 
-    def _note_released(self, key: int, record: ObservedTensor, _reference: Any) -> None:
+    def _note_released(self, key: int, record: observation.ObservedTensor, _reference: Any) -> None:
         record.released = self._now
         self._by_saved.pop(key, None)
 
@@ -251,9 +237,11 @@ class Observer:
         for call in self.found.calls:
             call.inputs = [(s if s in known else -1, nbytes) for s, nbytes in call.inputs]
 
-    def _parents(self, save: Save) -> frozenset[Site] | None:
+    def _parents(self, save: observation.Save) -> frozenset[Site] | None:
         """Return the sites of the codes that a tensor sums; None if it has its own code."""
-        if save.treatment.method is Method.REDERIVE and isinstance(save.held, Rederived):
+        if save.treatment.method is Method.REDERIVE and isinstance(
+            save.held, packed_tensor.Rederived
+        ):
             recipe = save.held.recipe
             if recipe[0].derivation is not None:
                 return None
@@ -264,16 +252,20 @@ class Observer:
         return None
 
     def _time(
-        self, times: dict[Method, MethodTime], treatment: Treatment, nbytes: int, ms: float
+        self,
+        times: dict[Method, observation.MethodTime],
+        treatment: Treatment,
+        nbytes: int,
+        ms: float,
     ) -> None:
         self._coding_ms += ms
-        times.setdefault(treatment.method, MethodTime()).add(nbytes, ms)
+        times.setdefault(treatment.method, observation.MethodTime()).add(nbytes, ms)
 
     def _entering(self, path: str) -> Callable[..., None]:
         @unseen()
         def enter(_module: nn.Module, arguments: Any, keywords: Any) -> None:
-            parent = self._open_calls[-1].place if self._open_calls else NO_CALL
-            call = ModuleCall(path, parent, self._now + 1)
+            parent = self._open_calls[-1].place if self._open_calls else observation.NO_CALL
+            call = observation.ModuleCall(path, parent, self._now + 1)
             opened = _OpenCall(len(self.found.calls), self.now_s(), self._coding_ms)
             tensors = list(self._computed((arguments, keywords)))
             call.inputs = self._numbered(tensors)
@@ -309,21 +301,21 @@ class Observer:
         ]
 
 
-def _reading(saved: SavedTensor) -> Reading:
+def _reading(saved: packed_tensor.SavedTensor) -> Reading:
     """Return how the operator that unpacks a tensor reads it."""
-    if not is_identifying():
+    if not packed_tensor.is_identifying():
         return Reading.WHOLE
     if isinstance(saved.held, SmoothHeld):
         return Reading.APART
-    return Reading.CHUNKS if isinstance(saved.held, Rederived) else Reading.IN_PLACE
+    return Reading.CHUNKS if isinstance(saved.held, packed_tensor.Rederived) else Reading.IN_PLACE
 
 
-def _own_codes(held: PackedTensor) -> Iterator[Any]:
+def _own_codes(held: packed_tensor.PackedTensor) -> Iterator[Any]:
     """Yield the codes and masks that a packed tensor was made with."""
     code = getattr(held, "code", None)
     if code is not None:
         yield code
-    elif isinstance(held, Rederived):
+    elif isinstance(held, packed_tensor.Rederived):
         yield held.recipe[0].code
     mask = getattr(held, "mask", None)
     if mask is not None:

@@ -20,12 +20,7 @@ from daf.recompute.fingerprint import Fingerprint, Form
 from daf.recompute.holder import ReplayKeeper
 from daf.saved_tensors.ledger import Holding
 from daf.saved_tensors.packed_tensor import PackedTensor
-from daf.torch_compat.autograd_graph import (
-    NO_TASK,
-    call_after_backward,
-    graph_task,
-    saved_tensor_hooks,
-)
+from daf.torch_compat import autograd_graph
 from daf.torch_compat.compiler import eagerly
 
 _REPEAT = "a replayed module must do the same thing again: replay other modules, or none"
@@ -118,7 +113,7 @@ class ReplayedCall:
         self._state = state
         self._saves = 0
         self._handles: weakref.WeakValueDictionary[int, Rebuilt] = weakref.WeakValueDictionary()
-        self._task = NO_TASK
+        self._task = autograd_graph.NO_TASK
 
     def hold(self, tensor: Tensor) -> Rebuilt:
         """Return a handle for the next tensor that the call saves."""
@@ -174,26 +169,26 @@ class ReplayedCall:
         Raises:
             SavedTensorError: the call saved fewer tensors than before.
         """
-        task = graph_task()
-        again = task in (NO_TASK, self._task)
+        task = autograd_graph.graph_task()
+        again = task in (autograd_graph.NO_TASK, self._task)
         missing = [handle for handle in self._handles.values() if not handle.is_rebuilt]
         self._run(Collector(self, [wanted] if again else missing))
         if not wanted.is_rebuilt:
             raise SavedTensorError(
                 f"replaying {self.site.module!r} saved fewer tensors than its first pass; {_REPEAT}"
             )
-        if self._differences and task != NO_TASK:
-            call_after_backward(self._check_differences)
+        if self._differences and task != autograd_graph.NO_TASK:
+            autograd_graph.call_after_backward(self._check_differences)
         else:
             self._check_differences()
         if not again:
             self._task = task
             forget = partial(_forget, weakref.ref(self))
-            call_after_backward(forget)
+            autograd_graph.call_after_backward(forget)
 
     def forget(self) -> None:
         """Free rebuilt tensors that this backward pass did not read."""
-        self._task = NO_TASK
+        self._task = autograd_graph.NO_TASK
         for handle in list(self._handles.values()):
             handle.forget()
 
@@ -234,7 +229,7 @@ class Collector:
 
     def hooks(self) -> AbstractContextManager[None]:
         """Return the hooks of the second run."""
-        return saved_tensor_hooks(self._pack, self._unpack)
+        return autograd_graph.saved_tensor_hooks(self._pack, self._unpack)
 
     def run_inner(
         self, forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]

@@ -8,16 +8,9 @@ from typing import Any
 
 from daf.core.markup import Markup, element, joined, quiet, table
 from daf.core.units import format_bytes
+from daf.report import run_charts
 from daf.report.comparison import COLUMNS, findings, row
 from daf.report.plan_section import plan_figure
-from daf.report.run_charts import (
-    account_chart,
-    last_noise,
-    losses_of_all,
-    memory_charts,
-    memory_of_all,
-    training_charts,
-)
 from daf.report.runs import Record, Run
 from daf.report.scale import number
 from daf.report.treatments import style_sheet
@@ -72,8 +65,8 @@ def comparison(runs: Sequence[Run]) -> Markup:
         "section",
         table(COLUMNS, [row(run.name, run.summary) for run in runs]),
         element("ul", *said, class_="findings"),
-        *(chart.html() for chart in memory_of_all(runs)),
-        *(chart.html() for chart in losses_of_all(runs)),
+        *(chart.html() for chart in run_charts.memory_of_all(runs)),
+        *(chart.html() for chart in run_charts.losses_of_all(runs)),
         aria_label="Comparison",
     )
 
@@ -87,8 +80,8 @@ def run_section(run: Run, *, alone: bool) -> Markup:
         element("p", _facts(run.summary), class_="facts"),
         _problems(run),
         _tiles(run),
-        *(chart.html() for chart in memory_charts(run)),
-        account_chart(run).html(),
+        *(chart.html() for chart in run_charts.memory_charts(run)),
+        run_charts.account_chart(run).html(),
         plan_figure(run),
         _training(run),
         aria_label=f"Run {run.name}",
@@ -103,7 +96,7 @@ def _problems(run: Run) -> Markup:
 
 
 def _training(run: Run) -> Markup:
-    charts = [chart.html() for chart in training_charts(run)]
+    charts = [chart.html() for chart in run_charts.training_charts(run)]
     if not charts:
         return quiet("Too few steps for curves.")
     return element("div", *charts, class_="pair")
@@ -128,7 +121,7 @@ def _tiles(run: Run) -> Markup:
         cells.append((f"{summary['step_ms_median']:,.0f} ms", rate))
     if summary["loss"] is not None:
         cells.append((f"{summary['loss']:.4f}", "training loss, mean of the last steps"))
-    noise = last_noise(run)
+    noise = run_charts.last_noise(run)
     if noise is not None:
         cells.append((f"{noise:.3f}", "noise that codes add to the gradient ÷ the batch's own"))
     if summary["metric"] is not None:

@@ -15,16 +15,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from daf.capture.capture import Capture
-from daf.core.errors import (
-    BudgetError,
-    DivergedError,
-    DoubleBackwardError,
-    FusionError,
-    NonFiniteLossError,
-    OtherPathError,
-    PoolFullError,
-    SplitError,
-)
+from daf.core import errors
 from daf.core.plan import Plan
 from daf.core.step_report import StepReport
 from daf.memory.keeper import Keeper
@@ -48,7 +39,7 @@ from daf.torch_compat.out_of_memory import out_of_memory
 _Refusal = TypeVar("_Refusal", bound=Exception)
 # What an operator with deferred results may cause: no second derivative, or NaN read by native code
 # that no function mode sees.
-_BY_DEFERRING = (DoubleBackwardError, NonFiniteLossError)
+_BY_DEFERRING = (errors.DoubleBackwardError, errors.NonFiniteLossError)
 MOST_CHANCES = 3  # of one plan in a step, while its budget falls and rises again
 
 
@@ -120,13 +111,13 @@ class StepRetries:
             if found is None:
                 continue  # it is rehearsed
             snapshot.check_parameters()
-            if isinstance(found, OtherPathError):
+            if isinstance(found, errors.OtherPathError):
                 plan = self.plan_controller.prove_again(context, plan, found)
                 continue
-            if isinstance(found, SplitError):
+            if isinstance(found, errors.SplitError):
                 plan = self.plan_controller.stop_splitting(context, str(found))
                 continue
-            if isinstance(found, (FusionError, *_BY_DEFERRING)):
+            if isinstance(found, (errors.FusionError, *_BY_DEFERRING)):
                 fallen_back, before = len(self.capture.fallen_back()), fallen_back
                 if fallen_back == before:
                     raise found
@@ -134,7 +125,9 @@ class StepRetries:
             if chances and self.plan_controller.has_room_again(plan):
                 chances -= 1
                 continue
-            is_capped = isinstance(found, PoolFullError) and self.keeper.refusals() == refusals
+            is_capped = (
+                isinstance(found, errors.PoolFullError) and self.keeper.refusals() == refusals
+            )
             tighter = self.plan_controller.tighter(plan) if is_planned else None
             if tighter is None:
                 refusal = self.plan_controller.refusal()
@@ -145,7 +138,7 @@ class StepRetries:
 
     def _attempt(
         self, context: StepContext, plan: Plan, snapshot: StepSnapshot, *, planned: bool
-    ) -> float | MemoryError | RuntimeError | SplitError | NonFiniteLossError | None:
+    ) -> float | MemoryError | RuntimeError | errors.SplitError | errors.NonFiniteLossError | None:
         """Return the loss, or the error that another plan can mend, or operators that learned.
 
         None: this was a rehearsal of a step that will release gradients.
@@ -166,13 +159,13 @@ class StepRetries:
                 return self.gradient.run(
                     context, plan, snapshot, planned=planned, needed_bytes=needed_bytes
                 )
-        except (PoolFullError, SplitError, FusionError) as error:
+        except (errors.PoolFullError, errors.SplitError, errors.FusionError) as error:
             return _bare(error)
         except _BY_DEFERRING as error:
             if not self.capture.stop_deferring(f"a step that deferred it failed: {error}"):
                 raise
             return _bare(error)
-        except BudgetError:
+        except errors.BudgetError:
             raise
         except (RuntimeError, MemoryError) as error:  # MemoryError: of NumPy's
             if not self.keeper.has_refused(error, refusals):
@@ -256,7 +249,7 @@ class StepRunner:
         """Return the loss, the plan that held, and True if the run has diverged under its codes."""
         try:
             loss, running = self.retries.run(context, plan)
-        except NonFiniteLossError:
+        except errors.NonFiniteLossError:
             if not self._has_diverged(math.nan, plan):
                 raise
             return math.nan, plan, True
@@ -347,7 +340,7 @@ class StepRunner:
         """Return to the last good state, with wider codes, or raise DivergedError."""
         reason = self.rollback.watch.reason
         if not self.noise.widen(self.plan_controller.planned_budget_bytes):
-            raise DivergedError(
+            raise errors.DivergedError(
                 f"{reason}; codes of {running.policy.name} cannot be wider here: raise the budget "
                 "or the bits, or lower the learning rate"
             )

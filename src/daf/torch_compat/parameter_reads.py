@@ -26,12 +26,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from daf.torch_compat.autograd_graph import (
-    pack_hook,
-    sequence_number,
-    sequence_number_of,
-    storage_address,
-)
+from daf.torch_compat import autograd_graph
 
 DECLARATION = "reads_only_what_it_saved"
 _ACCUMULATE = "AccumulateGrad"
@@ -52,7 +47,7 @@ class ParameterReads:
         """Watch a forward pass, within its capture."""
         self.forget()
         self._saves = {}
-        self._first_sequence_number = sequence_number()
+        self._first_sequence_number = autograd_graph.sequence_number()
         self._watch = ForwardWatch()
         with self._watch:
             yield
@@ -60,18 +55,18 @@ class ParameterReads:
     def note(self, tensor: Tensor, held: object) -> None:
         """Note that a tensor may be read while ``held`` lives: a save, or a call to replay."""
         if self._saves is not None:
-            saves = self._saves.setdefault(storage_address(tensor), [])
+            saves = self._saves.setdefault(autograd_graph.storage_address(tensor), [])
             saves.append(weakref.ref(held))
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
         """Treat nodes that are made inside as opaque."""
-        first = sequence_number()
+        first = autograd_graph.sequence_number()
         try:
             yield
         finally:
             if self._watch is not None:
-                self._watch.add_foreign(first, sequence_number())
+                self._watch.add_foreign(first, autograd_graph.sequence_number())
 
     def begin_backward(self, loss: Tensor) -> None:
         """Find the opaque nodes of ``loss``, which is about to run backward."""
@@ -87,7 +82,7 @@ class ParameterReads:
             return False
         if self._opaque_to_run or self._watch.tensor_hooks:
             return False
-        address = storage_address(parameter)
+        address = autograd_graph.storage_address(parameter)
         alive = [save for save in self._saves.get(address, ()) if save() is not None]
         self._saves[address] = alive
         return not alive
@@ -108,7 +103,7 @@ class ParameterReads:
         else:
             name = type(node).__name__
             declared = getattr(torch._C._functions, name, None) is type(node) and name != _WRAPPER
-        number = sequence_number_of(node)
+        number = autograd_graph.sequence_number_of(node)
         assert self._watch is not None
         return (
             not declared or number < self._first_sequence_number or self._watch.is_foreign(number)
@@ -121,7 +116,7 @@ class ForwardWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.tensor_hooks = 0
-        self._own_hooks = pack_hook()
+        self._own_hooks = autograd_graph.pack_hook()
         self._foreign: list[range] = []
 
     def is_foreign(self, sequence_number: int) -> bool:
@@ -131,11 +126,11 @@ class ForwardWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.register_hook:
             self.tensor_hooks += 1
-        if pack_hook() is self._own_hooks:
+        if autograd_graph.pack_hook() is self._own_hooks:
             return func(*args, **(kwargs or {}))
-        first = sequence_number()
+        first = autograd_graph.sequence_number()
         result = func(*args, **(kwargs or {}))
-        self.add_foreign(first, sequence_number())
+        self.add_foreign(first, autograd_graph.sequence_number())
         return result
 
     def add_foreign(self, first: int, end: int) -> None:

@@ -22,13 +22,7 @@ from daf.core.code_tables import (
 )
 from daf.core.errors import KernelError
 from daf.kernels import CODEC_BITS, Codec, PageFields
-from daf.kernels.cpu.checks import (
-    check_borders,
-    check_fields,
-    check_member,
-    check_pointer,
-    check_resident,
-)
+from daf.kernels.cpu import checks
 from daf.kernels.cpu.job import Job, run
 
 _ENCODERS = {codec: getattr(_native, f"encode_{codec}") for codec in Codec}
@@ -45,9 +39,9 @@ def encode(codec: Codec, job: Job) -> bool:
     if codec is Codec.ROTATED:
         job = job._replace(**_encoding_tables(pages.bits))
     elif codec is Codec.DERIVATIVE:
-        check_borders(job.table, DERIVATIVE_PIECES - 1)
+        checks.check_borders(job.table, DERIVATIVE_PIECES - 1)
     elif codec is Codec.MASK:
-        check_member("predicate", job.predicate, tuple(Predicate))
+        checks.check_member("predicate", job.predicate, tuple(Predicate))
     done = run(_ENCODERS[codec], job, "source")
     if codec is Codec.INTEGERS and not done:
         raise KernelError(
@@ -69,7 +63,7 @@ def decode(codec: Codec, job: Job) -> None:
         is_even = pages.full_runs == pages.runs
         job = job._replace(**_decoding_tables(pages.bits, pages.kept, is_even))
     elif codec is Codec.DERIVATIVE:
-        check_pointer("levels", job.table)
+        checks.check_pointer("levels", job.table)
     run(_DECODERS[codec], job, *_written(job))
 
 
@@ -90,9 +84,9 @@ def _checked(codec: Codec, job: Job) -> PageFields:
     assert job.pages is not None
     if codec is Codec.INTEGERS and job.item_bytes not in (1, 2, 4, 8):
         raise KernelError(f"asked for items of {job.item_bytes} bytes; 1, 2, 4 and 8 exist")
-    pages = check_fields(job.pages, CODEC_BITS[codec])
+    pages = checks.check_fields(job.pages, CODEC_BITS[codec])
     if codec is not Codec.ROTATED:
-        check_resident(pages)
+        checks.check_resident(pages)
     return pages
 
 

@@ -6,25 +6,10 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from daf import kernels
 from daf.core.code_format import ElementType, block_count
 from daf.core.errors import KernelError
-from daf.kernels import (
-    ChannelAffine,
-    ChannelSums,
-    Emission,
-    NormGradient,
-    PageFields,
-    RowGradient,
-    RowMoments,
-)
-from daf.kernels.cpu.checks import (
-    check_call,
-    check_key,
-    check_mask,
-    check_pointer,
-    check_row_length,
-    check_vectors,
-)
+from daf.kernels.cpu import checks
 from daf.kernels.cpu.instruction_sets import chosen_instruction_set
 
 
@@ -39,13 +24,13 @@ class Job(NamedTuple):
     elements: int
     element_type: int = ElementType.FLOAT32
     source: int = 0
-    affine: ChannelAffine | None = None
+    affine: kernels.ChannelAffine | None = None
     destination: int = 0
-    after: ChannelAffine | None = None
+    after: kernels.ChannelAffine | None = None
     accumulate: bool = False
     blocks: tuple[int, int] | None = None
-    pages: PageFields | None = None
-    mask: PageFields | None = None
+    pages: kernels.PageFields | None = None
+    mask: kernels.PageFields | None = None
     key: int = 0
     thresholds: int = 0
     levels: int = 0
@@ -58,11 +43,11 @@ class Job(NamedTuple):
     table: int = 0
     item_bytes: int = 0
     base: int = 0
-    emission: Emission | None = None
-    rows: RowMoments | None = None
-    gradient: NormGradient | None = None
-    sums: ChannelSums | None = None
-    row_gradient: RowGradient | None = None
+    emission: kernels.Emission | None = None
+    rows: kernels.RowMoments | None = None
+    gradient: kernels.NormGradient | None = None
+    sums: kernels.ChannelSums | None = None
+    row_gradient: kernels.RowGradient | None = None
 
 
 def run(kernel: Callable[[str, Job], bool], job: Job, *needed: str) -> bool:
@@ -73,10 +58,10 @@ def run(kernel: Callable[[str, Job], bool], job: Job, *needed: str) -> bool:
         job = job._replace(mask=job.gradient.mask, sums=job.gradient.sums)
     if job.base < 0:
         job = job._replace(base=job.base + 2**64)
-    check_call(job.elements, job.threads, **{name: getattr(job, name) for name in needed})
+    checks.check_call(job.elements, job.threads, **{name: getattr(job, name) for name in needed})
     _check_numbers(job)
-    check_vectors(job.affine, job.after, job.sums)
-    check_mask(job.mask, job.elements)
+    checks.check_vectors(job.affine, job.after, job.sums)
+    checks.check_mask(job.mask, job.elements)
     _check_emission(job.emission)
     _check_rows(job)
     _check_gradient(job)
@@ -89,7 +74,7 @@ def _check_numbers(job: Job) -> None:
         raise KernelError(
             f"asked for element type {job.element_type!r}; float32, bfloat16 and float16 exist"
         )
-    check_key(job.key)
+    checks.check_key(job.key)
     if job.blocks is not None:
         first, last = job.blocks
         total = block_count(job.elements)
@@ -97,11 +82,11 @@ def _check_numbers(job: Job) -> None:
             raise KernelError(f"asked for blocks {first} to {last}; the tensor has {total}")
 
 
-def _check_emission(emission: Emission | None) -> None:
+def _check_emission(emission: kernels.Emission | None) -> None:
     if emission is None:
         return
-    check_pointer("destination", emission.destination_pointer)
-    check_vectors(emission.affine)
+    checks.check_pointer("destination", emission.destination_pointer)
+    checks.check_vectors(emission.affine)
     if not emission.most > 0 or (emission.mask is None and emission.most != math.inf):
         raise KernelError(
             f"asked to let pass what is above 0 and below {emission.most}; give a bound above 0, "
@@ -130,20 +115,20 @@ def _check_gradient(job: Job) -> None:
     if gradient is None:
         return
     if job.elements:
-        check_pointer("gradient", gradient.gradient_pointer)
+        checks.check_pointer("gradient", gradient.gradient_pointer)
     if gradient.sums is None:
         if gradient.of_value is None or gradient.of_gradient is None:
             raise KernelError("asked for a gradient without its factors; give both, or sums")
-        check_pointer("destination", gradient.destination_pointer)
-    check_vectors(gradient.of_value, gradient.of_gradient)
+        checks.check_pointer("destination", gradient.destination_pointer)
+    checks.check_vectors(gradient.of_value, gradient.of_gradient)
 
 
 def _check_row_gradient(job: Job) -> None:
     gradient = job.row_gradient
     if gradient is None:
         return
-    check_row_length(job.elements, gradient.length)
+    checks.check_row_length(job.elements, gradient.length)
     places = gradient._asdict()
     wanted = ("sums", "products") if gradient.sums_pointer or gradient.products_pointer else ()
     for name in (*wanted, "workspace", *(("gradient", "scale") if job.elements else ())):
-        check_pointer(name, places[f"{name}_pointer"])
+        checks.check_pointer(name, places[f"{name}_pointer"])

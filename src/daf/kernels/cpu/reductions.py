@@ -11,13 +11,7 @@ from __future__ import annotations
 import daf._native as _native
 from daf.core.code_format import ElementType
 from daf.kernels import RangeStrategy
-from daf.kernels.cpu.checks import (
-    check_call,
-    check_channels,
-    check_member,
-    check_pointer,
-    check_row_length,
-)
+from daf.kernels.cpu import checks
 from daf.kernels.cpu.job import Job, run
 
 
@@ -32,7 +26,7 @@ def ranges_workspace_bytes(
 ) -> int:
     """Return the workspace bytes of ``measure_ranges``."""
     _check_shape(count, threads, channels, inner)
-    check_member("strategy", strategy, tuple(RangeStrategy))
+    checks.check_member("strategy", strategy, tuple(RangeStrategy))
     return int(_native.ranges_workspace_bytes(count, channels, inner, threads, int(strategy)))
 
 
@@ -59,11 +53,11 @@ def measure_ranges(
     -0 is less than +0. A channel with a NaN has the canonical NaN for both; an empty one has +inf
     and -inf. ``strategy`` does not change the results.
     """
-    check_channels(channels, inner)
-    check_member("strategy", strategy, tuple(RangeStrategy))
+    checks.check_channels(channels, inner)
+    checks.check_member("strategy", strategy, tuple(RangeStrategy))
     places = (least, greatest, workspace)
     for name, address in zip(("least", "greatest", "workspace"), places, strict=True):
-        check_pointer(name, address)
+        checks.check_pointer(name, address)
     more = (channels, inner, *places, int(strategy))
     job = Job(threads, count, element_type, source)
     run(lambda *call: _native.measure_ranges(*call, *more), job, "source")
@@ -71,11 +65,11 @@ def measure_ranges(
 
 def rows_workspace_bytes(count: int, length: int, threads: int) -> int:
     """Return the workspace bytes of backward for ``count`` elements in rows of ``length``."""
-    check_call(count, threads)
-    check_row_length(count, length)
+    checks.check_call(count, threads)
+    checks.check_row_length(count, length)
     return int(_native.rows_workspace_bytes(count, length, threads))
 
 
 def _check_shape(count: int, threads: int, channels: int, inner: int) -> None:
-    check_call(count, threads)
-    check_channels(channels, inner)
+    checks.check_call(count, threads)
+    checks.check_channels(channels, inner)
