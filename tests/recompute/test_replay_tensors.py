@@ -107,6 +107,17 @@ def test_a_save_that_its_operator_fills_afterwards(inplace: bool) -> None:
     assert_exact(Noisy, lambda model: model(rows()).square().sum())
 
 
+def test_a_function_transform_inside_a_call() -> None:
+    """Its own saves refuse hooks, the second run's too."""
+
+    class Slopes(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            slopes = torch.vmap(torch.func.grad(lambda each: each.square().tanh().sum()))
+            return super().forward(x + slopes(x))
+
+    assert_exact(Slopes, lambda model: model(rows()).square().sum())
+
+
 # --- refused ------------------------------------------------------------------------------------
 
 

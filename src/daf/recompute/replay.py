@@ -34,7 +34,7 @@ from daf.recompute.random_state import Generators
 from daf.recompute.watched_forward import WatchedForward, watched
 from daf.saved_tensors.ledger import Holding
 from daf.saved_tensors.packed_tensor import PackedTensor, SavedTensor
-from daf.torch_compat.autograd_graph import NO_TASK, call_after_backward, graph_task
+from daf.torch_compat import autograd_graph
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler import eagerly
 
@@ -118,7 +118,7 @@ class ReplayedCall:
         self._state = state
         self._saves = 0
         self._handles: weakref.WeakValueDictionary[int, Rebuilt] = weakref.WeakValueDictionary()
-        self._task = NO_TASK
+        self._task = autograd_graph.NO_TASK
 
     def hold(self, tensor: Tensor) -> Rebuilt:
         """Return a handle for the next tensor that the call saves."""
@@ -174,16 +174,16 @@ class ReplayedCall:
         Raises:
             SavedTensorError: the call saved fewer tensors than before.
         """
-        task = graph_task()
-        again = task in (NO_TASK, self._task)
+        task = autograd_graph.graph_task()
+        again = task in (autograd_graph.NO_TASK, self._task)
         missing = [handle for handle in self._handles.values() if not handle.is_rebuilt]
         self._run(Collector(self, [wanted] if again else missing))
         if not wanted.is_rebuilt:
             raise SavedTensorError(
                 f"replaying {self.site.module!r} saved fewer tensors than its first pass; {_REPEAT}"
             )
-        if self._differences and task != NO_TASK:
-            call_after_backward(self._check_differences)
+        if self._differences and task != autograd_graph.NO_TASK:
+            autograd_graph.call_after_backward(self._check_differences)
         else:
             self._check_differences()
         if not again:
@@ -194,11 +194,11 @@ class ReplayedCall:
                 if (call := reference()) is not None:
                     call.forget()
 
-            call_after_backward(forget)
+            autograd_graph.call_after_backward(forget)
 
     def forget(self) -> None:
         """Free rebuilt tensors that this backward pass did not read."""
-        self._task = NO_TASK
+        self._task = autograd_graph.NO_TASK
         for handle in list(self._handles.values()):
             handle.forget()
 
@@ -231,9 +231,9 @@ class Collector:
         # Otherwise nobody goes backward through the second run's own graph.
         self._differentiates = call.differentiates
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+    def hooks(self) -> AbstractContextManager[None]:
         """Return the hooks of the second run."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return autograd_graph.saved_tensor_hooks(self._pack, self._unpack)
 
     def run_inner(
         self, forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -275,7 +275,7 @@ class ReplayLog:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
-        self._task = NO_TASK
+        self._task = autograd_graph.NO_TASK
 
     def clear(self) -> None:
         """Begin a new forward pass."""
@@ -283,7 +283,7 @@ class ReplayLog:
 
     def note(self, path: str, call: int) -> None:
         """Note that a call runs again."""
-        task = graph_task()
+        task = autograd_graph.graph_task()
         if task != self._task:
             self.calls.clear()
             self._task = task
