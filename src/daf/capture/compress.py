@@ -15,13 +15,7 @@ from typing import Any, Self
 from torch import nn
 
 from daf.capture.capture import Capture
-from daf.core.policy import (
-    Policy,
-    policy_for,
-    with_chunked_operators,
-    with_fused_operators,
-    with_host_codes,
-)
+from daf.core import policy as policies
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
 from daf.core.units import parse_optional_bytes
 from daf.offload.host_codes import host_options
@@ -44,7 +38,7 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         bits: int | str = 2,
         *,
         seed: int = 0,
-        policy: Policy | None = None,
+        policy: policies.Policy | None = None,
         pool_bytes: str | int | None = None,
         spill: SpillOptions | None = None,
         fused: bool = False,
@@ -79,12 +73,12 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
             PoolFullError: in the forward pass, where even one bit and all that must stay whole
                 do not fit ``pool_bytes``.
         """
-        policy = policy or policy_for(bits)
+        policy = policy or policies.policy_for(bits)
         host = host_options(model, host_bytes)
-        policy = policy if host is None else with_host_codes(policy)
+        policy = policy if host is None else policies.with_host_codes(policy)
         chunked = chunked or policy.chunked
-        policy = with_chunked_operators(policy, policy.chunk_bytes, chunked=chunked)
-        self._policy = with_fused_operators(policy, chunked=chunked) if fused else policy
+        policy = policies.with_chunked_operators(policy, policy.chunk_bytes, chunked=chunked)
+        self._policy = policies.with_fused_operators(policy, chunked=chunked) if fused else policy
         self._model = model
         store = make_store(parse_optional_bytes(pool_bytes))
         self._capture = Capture(model, store, spill, host, can_run_again=False)

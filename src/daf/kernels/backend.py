@@ -14,22 +14,7 @@ from torch import Tensor
 from daf.core.code_format import ElementType
 from daf.core.errors import CodecError
 from daf.kernels import RangeStrategy
-from daf.kernels.normalisation import (
-    Channels,
-    CodedValues,
-    Decoding,
-    ElementCode,
-    Encoding,
-    Geometry,
-    KeptValues,
-    MaskedGradient,
-    RowBackward,
-    RunningStatistics,
-    Statistics,
-    Sums,
-    Values,
-    VectorGradients,
-)
+from daf.kernels import normalisation as norms
 
 # Float32 that a fused normalisation decodes at a time on a GPU, whose cache holds it; never tuned.
 PART_BYTES = 32 << 20
@@ -43,23 +28,25 @@ _ELEMENT_TYPES = {
 class Backend(Protocol):
     """Codecs, reductions and normalisations of one type of device."""
 
-    def encode_values(self, code: CodedValues, encoding: Encoding) -> bool:
+    def encode_values(self, code: norms.CodedValues, encoding: norms.Encoding) -> bool:
         """Write the code of values, and the output that belongs to them.
 
         False if a value is known not to be finite: its block decodes to NaN.
         """
 
-    def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
+    def decode_values(self, code: norms.CodedValues, decoding: norms.Decoding) -> None:
         """Write the values from the planes that are left."""
 
-    def encode_elements(self, source: Tensor, planes: Any, code: ElementCode) -> bool | Tensor:
+    def encode_elements(
+        self, source: Tensor, planes: Any, code: norms.ElementCode
+    ) -> bool | Tensor:
         """Write rounded numbers of steps (a derivative's), a predicate's bits, or ``value - base``.
 
         Returns True, or () nonzero int32 on the device, if the planes are worthless: an element of
         a derivative code is not finite. Integers lie in ``base … base + 2**bits - 1``.
         """
 
-    def decode_elements(self, planes: Any, out: Tensor, code: ElementCode) -> None:
+    def decode_elements(self, planes: Any, out: Tensor, code: norms.ElementCode) -> None:
         """Write the values, the two of a mask, an interval's level, or ``code + base``."""
 
     def measure_ranges(
@@ -68,38 +55,47 @@ class Backend(Protocol):
         """Return each channel's least and greatest element, (channels,) float32; NaN if any is."""
 
     def channel_statistics(
-        self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
-    ) -> Statistics:
+        self,
+        x: Tensor,
+        geometry: norms.Geometry,
+        epsilon: float,
+        running: norms.RunningStatistics | None,
+    ) -> norms.Statistics:
         """Measure every channel's statistics; running ones follow in place.
 
         Their versions stay as they are, as after PyTorch's own, which saves them for backward.
         """
 
-    def emit(self, encoding: Encoding) -> None:
+    def emit(self, encoding: norms.Encoding) -> None:
         """Write an encoding's output without a code."""
 
-    def derive(self, values: KeptValues, decoding: Decoding) -> None:
+    def derive(self, values: norms.KeptValues, decoding: norms.Decoding) -> None:
         """Write again what ``emit`` wrote."""
 
-    def sum_gradient(self, values: Values, given: MaskedGradient, geometry: Geometry) -> Sums:
+    def sum_gradient(
+        self, values: norms.Values, given: norms.MaskedGradient, geometry: norms.Geometry
+    ) -> norms.Sums:
         """Return sums of the masked gradient, written if asked, and of its products with values."""
 
     def gradient_factors(
         self,
-        sums: Sums,
-        geometry: Geometry,
+        sums: norms.Sums,
+        geometry: norms.Geometry,
         inverse_deviation: Tensor,
         gamma: Tensor | None,
-        gradients: VectorGradients,
-    ) -> tuple[Channels, Channels]:
+        gradients: norms.VectorGradients,
+    ) -> tuple[norms.Channels, norms.Channels]:
         """Return the factors of ``write_input_gradient``; write the gradients of gamma and beta."""
 
     def write_input_gradient(
-        self, values: Values, given: MaskedGradient, factors: tuple[Channels, Channels]
+        self,
+        values: norms.Values,
+        given: norms.MaskedGradient,
+        factors: tuple[norms.Channels, norms.Channels],
     ) -> None:
         """Write ``masked gradient * b.scale + a(values)``, ``factors`` (a, b), perhaps in place."""
 
-    def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:
+    def backward_rows(self, values: norms.Values, job: norms.RowBackward) -> norms.Sums | None:
         """Run backward of a normalisation of rows; returns (length,) float64 sums if asked for."""
 
 

@@ -8,15 +8,8 @@ from torch import nn
 
 from daf.budget.request import Budget, Scope
 from daf.capture.capture import Capture
+from daf.core import policy as policies
 from daf.core.errors import PlatformError, UnknownNameError
-from daf.core.policy import (
-    Method,
-    Policy,
-    plain_policy,
-    policy_for,
-    with_fused_operators,
-    with_host_codes,
-)
 from daf.memory import glibc
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain, ProcessMemory, memory_of
@@ -26,7 +19,7 @@ from daf.planning.policies import strategy_named
 from daf.step.gradient_release import GradientRelease
 
 Operators = Literal["auto", "pytorch"]
-_METHODS = frozenset(Method)
+_METHODS = frozenset(policies.Method)
 _PASSING_SHARE = 16
 _LEAST_PASSING_BYTES, _MOST_PASSING_BYTES = 2**21, 2**26
 
@@ -43,7 +36,7 @@ def policy_name(bits: int | str | None, policy: str | None, *, has_budget: bool)
             f"asked for bits={bits!r} and policy={policy!r}; bits fix every site, so that there is "
             "nothing left for a policy to choose; give one of the two"
         )
-    name = policy_for(bits).name if bits is not None else policy or "optimal"
+    name = policies.policy_for(bits).name if bits is not None else policy or "optimal"
     if has_budget or policy is not None:
         strategy_named(name)
     return name
@@ -86,7 +79,7 @@ def may_fuse(operators: str, *, fused: bool) -> bool:
 
 def fixed_policy(
     bits: int | str | None, *, fused: bool, has_budget: bool, on_host: bool = False
-) -> Policy:
+) -> policies.Policy:
     """Return the policy of a session without a budget.
 
     Raises:
@@ -98,9 +91,9 @@ def fixed_policy(
             "asked for fused=True under a budget; there the planner measures fused operators and "
             "takes them where that pays; leave fused out, or pass budget=None"
         )
-    policy = plain_policy() if bits is None else policy_for(bits)
-    policy = with_host_codes(policy) if on_host else policy
-    return with_fused_operators(policy) if fused else policy
+    policy = policies.plain_policy() if bits is None else policies.policy_for(bits)
+    policy = policies.with_host_codes(policy) if on_host else policy
+    return policies.with_fused_operators(policy) if fused else policy
 
 
 def checked_tolerance(tolerance: float | None) -> float | None:
@@ -176,7 +169,7 @@ def allowed_treatments(
         passing = passing_bytes(budget_bytes)
         host.allow(staging_bytes=passing // 2, raw_bytes=passing // 2)
     return Allowed(
-        methods=_METHODS if can_spill else _METHODS - {Method.SPILL},
+        methods=_METHODS if can_spill else _METHODS - {policies.Method.SPILL},
         release_gradients=can_release,
         must_release=can_release and release.mode is True,
         release_refusal=release.whole_refusal,

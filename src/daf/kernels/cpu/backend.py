@@ -8,38 +8,14 @@ import torch
 from torch import Tensor
 
 import daf._native as _native
+from daf import kernels
 from daf.core.code_format import ElementType
 from daf.core.code_tables import DERIVATIVE_PIECES
-from daf.kernels import (
-    ChannelAffine,
-    ChannelSums,
-    Codec,
-    Emission,
-    NormGradient,
-    PageFields,
-    RangeStrategy,
-    RowGradient,
-)
+from daf.kernels import normalisation as norms
 from daf.kernels.backend import Backend, element_type
 from daf.kernels.cpu import codecs, reductions
 from daf.kernels.cpu.checks import checked_table
 from daf.kernels.cpu.job import Job
-from daf.kernels.normalisation import (
-    Channels,
-    CodedValues,
-    Decoding,
-    ElementCode,
-    Encoding,
-    Geometry,
-    KeptValues,
-    MaskedGradient,
-    RowBackward,
-    RunningStatistics,
-    Statistics,
-    Sums,
-    Values,
-    VectorGradients,
-)
 
 
 class CpuBackend(Backend):
@@ -48,28 +24,28 @@ class CpuBackend(Backend):
     Each job is one pass over source or planes; backward decodes only the current block or row.
     """
 
-    def encode_values(self, code: CodedValues, encoding: Encoding) -> bool:
+    def encode_values(self, code: norms.CodedValues, encoding: norms.Encoding) -> bool:
         return codecs.encode(code.codec, _reading(encoding, **_coded(code)))
 
-    def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
+    def decode_values(self, code: norms.CodedValues, decoding: norms.Decoding) -> None:
         codecs.decode(code.codec, _writing(decoding, code.elements, **_coded(code)))
 
-    def encode_elements(self, source: Tensor, planes: Any, code: ElementCode) -> bool:
-        if code.codec is Codec.DERIVATIVE:
+    def encode_elements(self, source: Tensor, planes: Any, code: norms.ElementCode) -> bool:
+        if code.codec is kernels.Codec.DERIVATIVE:
             checked_table("lines' numbers", code.table, 3 * DERIVATIVE_PIECES - 1)
         job = _of_elements(source, planes.fields, code)
         job = job._replace(source=source.data_ptr(), affine=_affine(code.channels))
         return not codecs.encode(code.codec, job)
 
-    def decode_elements(self, planes: Any, out: Tensor, code: ElementCode) -> None:
-        if code.codec is Codec.DERIVATIVE:
+    def decode_elements(self, planes: Any, out: Tensor, code: norms.ElementCode) -> None:
+        if code.codec is kernels.Codec.DERIVATIVE:
             checked_table("levels", code.table, 2**planes.fields.bits)
         job = _of_elements(out, planes.fields, code)
         job = job._replace(destination=out.data_ptr(), after=_affine(code.channels))
         codecs.decode(code.codec, job)
 
     def measure_ranges(
-        self, items: Tensor, strategy: RangeStrategy, channels: int, inner: int
+        self, items: Tensor, strategy: kernels.RangeStrategy, channels: int, inner: int
     ) -> tuple[Tensor, Tensor]:
         count, threads, cut = items.numel(), torch.get_num_threads(), (channels, inner, strategy)
         size_bytes = reductions.ranges_workspace_bytes(count, threads, *cut)
@@ -81,8 +57,12 @@ class CpuBackend(Backend):
         return low, high
 
     def channel_statistics(
-        self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
-    ) -> Statistics:
+        self,
+        x: Tensor,
+        geometry: norms.Geometry,
+        epsilon: float,
+        running: norms.RunningStatistics | None,
+    ) -> norms.Statistics:
         """Measure in one pass over the input.
 
         The variance ``max(squares / count - mean², 0)`` is float64's. Its relative error is about
@@ -92,76 +72,83 @@ class CpuBackend(Backend):
         room = _Room(geometry)
         job = Job(torch.get_num_threads(), x.numel(), source=x.data_ptr(), sums=room.where)
         codecs.read(job)
-        found = Statistics(*torch.empty(2, geometry.channels, dtype=torch.float32).unbind())
+        found = norms.Statistics(*torch.empty(2, geometry.channels, dtype=torch.float32).unbind())
         shape = (geometry.channels, geometry.per_channel)
         _native.statistics_of_sums(*shape, epsilon, (*room.sums, *found), running)
         return found
 
-    def emit(self, encoding: Encoding) -> None:
+    def emit(self, encoding: norms.Encoding) -> None:
         codecs.read(_reading(encoding))
 
-    def derive(self, values: KeptValues, decoding: Decoding) -> None:
+    def derive(self, values: norms.KeptValues, decoding: norms.Decoding) -> None:
         job = _writing(decoding, values.x.numel())
         job = job._replace(source=values.x.data_ptr(), affine=values.forward.pointers())
         codecs.copy(job)
 
-    def sum_gradient(self, values: Values, given: MaskedGradient, geometry: Geometry) -> Sums:
+    def sum_gradient(
+        self, values: norms.Values, given: norms.MaskedGradient, geometry: norms.Geometry
+    ) -> norms.Sums:
         room, mask = _Room(geometry), _fields(given.mask)
         places = (given.gradient.data_ptr(), _pointer(given.written))
-        _read_values(values, gradient=NormGradient(*places, sums=room.where, mask=mask))
+        _read_values(values, gradient=kernels.NormGradient(*places, sums=room.where, mask=mask))
         return room.sums
 
     def gradient_factors(
         self,
-        sums: Sums,
-        geometry: Geometry,
+        sums: norms.Sums,
+        geometry: norms.Geometry,
         inverse_deviation: Tensor,
         gamma: Tensor | None,
-        gradients: VectorGradients,
-    ) -> tuple[Channels, Channels]:
+        gradients: norms.VectorGradients,
+    ) -> tuple[norms.Channels, norms.Channels]:
         channels, inner, _ = geometry
         scale, shift, of_gradient = torch.empty(3, channels, dtype=torch.float32).unbind()
         vectors = (*sums, inverse_deviation, gamma, scale, shift, of_gradient, *gradients)
         _native.factors_of_sums(channels, geometry.per_channel, vectors)
-        return Channels(scale, shift, inner), Channels(of_gradient, of_gradient, inner)
+        return norms.Channels(scale, shift, inner), norms.Channels(of_gradient, of_gradient, inner)
 
     def write_input_gradient(
-        self, values: Values, given: MaskedGradient, factors: tuple[Channels, Channels]
+        self,
+        values: norms.Values,
+        given: norms.MaskedGradient,
+        factors: tuple[norms.Channels, norms.Channels],
     ) -> None:
         places = (given.gradient.data_ptr(), _pointer(given.written))
         of_value, of_gradient = (factor.pointers() for factor in factors)
-        gradient = NormGradient(*places, of_value, of_gradient, mask=_fields(given.mask))
+        gradient = kernels.NormGradient(*places, of_value, of_gradient, mask=_fields(given.mask))
         _read_values(values, gradient=gradient)
 
-    def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:
+    def backward_rows(self, values: norms.Values, job: norms.RowBackward) -> norms.Sums | None:
         threads, count = torch.get_num_threads(), job.gradient.numel()
-        sums = Sums(*torch.empty(2, job.length, dtype=torch.float64)) if job.summing else None
+        sums = norms.Sums(*torch.empty(2, job.length, dtype=torch.float64)) if job.summing else None
         size_bytes = reductions.rows_workspace_bytes(count, job.length, threads)
         workspace = torch.empty(size_bytes, dtype=torch.uint8)
         tensors = (job.gradient, job.written, job.gamma, job.scale, *(sums or (None, None)))
         places = map(_pointer, (*tensors, workspace))
-        _read_values(values, row_gradient=RowGradient(job.length, job.centred, *places))
+        _read_values(values, row_gradient=kernels.RowGradient(job.length, job.centred, *places))
         return sums
 
 
 class _Room:
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: norms.Geometry) -> None:
         channels, inner, count = geometry
         threads = torch.get_num_threads()
         size_bytes = reductions.sums_workspace_bytes(count, threads, channels, inner)
         self._workspace = torch.empty(size_bytes, dtype=torch.uint8)
-        self.sums = Sums(*torch.empty(2, channels, dtype=torch.float64).unbind())
+        self.sums = norms.Sums(*torch.empty(2, channels, dtype=torch.float64).unbind())
         places = (part.data_ptr() for part in (*self.sums, self._workspace))
-        self.where = ChannelSums(channels, inner, *places)
+        self.where = kernels.ChannelSums(channels, inner, *places)
 
 
 # Jobs hold addresses: keep the tensors alive while one runs.
-def _reading(encoding: Encoding, **options: Any) -> Job:
+def _reading(encoding: norms.Encoding, **options: Any) -> Job:
     source, channels, rows, output = encoding
     emission = None
     if output is not None:
         places = (output.out.data_ptr(), _pointer(output.addend))
-        emission = Emission(*places, _affine(output.result), output.most, _fields(output.mask))
+        emission = kernels.Emission(
+            *places, _affine(output.result), output.most, _fields(output.mask)
+        )
     return Job(
         *(torch.get_num_threads(), source.numel(), element_type(source.dtype), source.data_ptr()),
         affine=_affine(channels),
@@ -171,7 +158,7 @@ def _reading(encoding: Encoding, **options: Any) -> Job:
     )
 
 
-def _writing(decoding: Decoding, elements: int, **options: Any) -> Job:
+def _writing(decoding: norms.Decoding, elements: int, **options: Any) -> Job:
     out, channels, mask, accumulate, blocks = decoding
     return Job(
         *(torch.get_num_threads(), elements, element_type(out.dtype)),
@@ -184,13 +171,13 @@ def _writing(decoding: Decoding, elements: int, **options: Any) -> Job:
     )
 
 
-def _coded(code: CodedValues) -> dict[str, Any]:
+def _coded(code: norms.CodedValues) -> dict[str, Any]:
     return {"pages": code.planes.fields, "key": code.key}
 
 
-def _of_elements(items: Tensor, pages: PageFields, code: ElementCode) -> Job:
+def _of_elements(items: Tensor, pages: kernels.PageFields, code: norms.ElementCode) -> Job:
     """Return the job without places; unsigned bytes count as signed ones, which loses nothing."""
-    is_float = code.codec is not Codec.INTEGERS
+    is_float = code.codec is not kernels.Codec.INTEGERS
     kind = element_type(items.dtype) if is_float else ElementType.FLOAT32
     return Job(
         *(torch.get_num_threads(), items.numel(), kind),
@@ -205,20 +192,20 @@ def _of_elements(items: Tensor, pages: PageFields, code: ElementCode) -> Job:
     )
 
 
-def _read_values(values: Values, **gradient: Any) -> None:
+def _read_values(values: norms.Values, **gradient: Any) -> None:
     """Run a pass of backward, a ``gradient`` or ``row_gradient``, over values."""
-    if isinstance(values, KeptValues):
-        codecs.copy(_reading(Encoding(*values), **gradient))
+    if isinstance(values, norms.KeptValues):
+        codecs.copy(_reading(norms.Encoding(*values), **gradient))
     else:
         job = Job(torch.get_num_threads(), values.elements, **_coded(values), **gradient)
         codecs.decode(values.codec, job)
 
 
-def _affine(channels: Channels | None) -> ChannelAffine | None:
+def _affine(channels: norms.Channels | None) -> kernels.ChannelAffine | None:
     return None if channels is None else channels.pointers()
 
 
-def _fields(planes: Any) -> PageFields | None:
+def _fields(planes: Any) -> kernels.PageFields | None:
     return None if planes is None else planes.fields
 
 

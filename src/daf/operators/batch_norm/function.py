@@ -25,21 +25,9 @@ from torch import Tensor
 
 from daf.codecs.codes import ElementsCode
 from daf.codecs.layout import layout_of
+from daf.kernels import normalisation as norms
 from daf.kernels.devices import backend_of
-from daf.kernels.normalisation import (
-    Channels,
-    Geometry,
-    MaskedGradient,
-    NormOutput,
-    RunningStatistics,
-    Statistics,
-)
-from daf.operators.eligibility import (
-    autocast_objection,
-    autograd_objection,
-    input_objection,
-    is_vector,
-)
+from daf.operators import eligibility
 from daf.operators.fused_function import FusedFunction
 from daf.operators.norms.save import NormSave, Source, reading
 from daf.operators.operator_context import InputHolder
@@ -62,8 +50,8 @@ class Norm(NamedTuple):
     x: Tensor
     weight: Tensor | None
     bias: Tensor | None
-    statistics: Statistics
-    geometry: Geometry
+    statistics: norms.Statistics
+    geometry: norms.Geometry
     epsilon: float
 
 
@@ -77,7 +65,7 @@ class NormHeld(NormSave):
         norm: Norm,
         source: Source,
         mask: Stored[ElementsCode] | None,
-        result: Stored[Channels] | None,
+        result: Stored[norms.Channels] | None,
         counted: Holding,
     ) -> None:
         super().__init__(norm.x, source, result, counted)
@@ -86,11 +74,11 @@ class NormHeld(NormSave):
         self.statistics = norm.statistics
 
     @property
-    def forward(self) -> Channels:
+    def forward(self) -> norms.Channels:
         return self.statistics.forward(self.geometry.inner)
 
     @property
-    def inverse(self) -> Channels:
+    def inverse(self) -> norms.Channels:
         return self.statistics.inverse(self.geometry.inner)
 
     def run_again(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
@@ -120,7 +108,7 @@ class NormHeld(NormSave):
             addend = self.layout.empty()
         written = addend if mask is not None else None
         with reading(values, mask) as (source, planes):
-            given = MaskedGradient(gradient, planes, written)
+            given = norms.MaskedGradient(gradient, planes, written)
             sums = backend.sum_gradient(source, given, self.geometry)
         x, weight, bias = None, self._vector(needs[1]), self._vector(needs[2])
         vectors = (self.statistics.inverse_deviation, self.gamma, (weight, bias))
@@ -129,7 +117,7 @@ class NormHeld(NormSave):
             masked, mask = (addend, None) if addend is not None else (gradient, mask)
             x = gradient if owned and addend is None else self.layout.empty()
             with reading(values, mask) as (source, planes):
-                given = MaskedGradient(masked, planes, x)
+                given = norms.MaskedGradient(masked, planes, x)
                 backend.write_input_gradient(source, given, factors)
         return x, weight, bias, addend
 
@@ -158,7 +146,7 @@ def run_forward(
     out = _over(norm.x) if owned and not holder.is_kept else layout_of(norm.x).empty()
     result = copied_affine(norm.weight, norm.bias, norm.geometry.inner)
     mask = None if most is None else holder.new_mask(norm.x)
-    written = NormOutput(out, result, addend, mask, math.inf if most is None else most)
+    written = norms.NormOutput(out, result, addend, mask, math.inf if most is None else most)
     source = holder.normalise(norm.x, norm.statistics.forward(norm.geometry.inner), written)
     if mask is not None:
         mask.seal()
@@ -189,8 +177,8 @@ class NormArguments(NamedTuple):
         """Take the statistics, and update the running ones; the call met no ``objection``."""
         x, running = self.input, None
         if self.running_mean is not None:
-            running = RunningStatistics(self.running_mean, self.running_var, self.momentum)
-        geometry = Geometry(x.shape[1], channel_stride(x) or 1, x.numel())
+            running = norms.RunningStatistics(self.running_mean, self.running_var, self.momentum)
+        geometry = norms.Geometry(x.shape[1], channel_stride(x) or 1, x.numel())
         with torch.no_grad():
             measure = backend_of(x).channel_statistics
             statistics = measure(x.detach(), geometry, self.eps, running)
@@ -204,17 +192,19 @@ def objection(call: NormArguments | None, pack: Callable[..., Any]) -> str:
     if call.training is not True:
         return "it does not normalise by the batch's statistics"
     x = call.input
-    reason = input_objection(x)
+    reason = eligibility.input_objection(x)
     if reason:
         return reason
     if x.dim() < 2 or x.numel() // x.shape[1] < 2:
         return "it has one value per channel"
     vectors = (call.weight, call.bias, call.running_mean, call.running_var)
     channels = (x.shape[1],)
-    if not all(v is None or is_vector(v, channels, x) for v in vectors):
+    if not all(v is None or eligibility.is_vector(v, channels, x) for v in vectors):
         return "its parameters or statistics are no contiguous float32 vectors"
     if (call.running_mean is None) != (call.running_var is None):
         return "it has only one of the running statistics"
     if not isinstance(call.momentum, (int, float)) or not isinstance(call.eps, (int, float)):
         return "its momentum or epsilon is no number"
-    return autocast_objection(x) or autograd_objection((x, call.weight, call.bias), pack)
+    return eligibility.autocast_objection(x) or eligibility.autograd_objection(
+        (x, call.weight, call.bias), pack
+    )
