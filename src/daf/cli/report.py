@@ -16,7 +16,7 @@ from daf.report.comparison import findings
 from daf.report.page import page
 from daf.report.picture import draw
 from daf.report.run_charts import charts_of
-from daf.report.runs import Run, read_runs
+from daf.report.runs import read_runs
 from daf.report.terminal import show_report
 
 Folders = Annotated[list[Path], typer.Argument(help="Run folders that `daf train` left.")]
@@ -40,9 +40,16 @@ def report_command(
     found = read_runs(runs)
     written = None if text else html or runs[0] / "report.html"
     if written is not None:
-        _write(written, page(found))
+        try:
+            with replacing(written) as file:
+                file.write(page(found).encode())
+        except RunFolderError as error:
+            raise RunFolderError(f"{error}; name another --html") from error
     if png is not None:
-        _draw(png, found)
+        try:
+            draw(charts_of(found), png)
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"cannot draw into {png}: {error}; name another --png") from error
     if as_json:
         report = {
             "runs": [
@@ -59,18 +66,3 @@ def report_command(
     for name, path in (("page", written), ("picture", png)):
         if path is not None:
             console.print(f"{name}: {path}", highlight=False)
-
-
-def _write(path: Path, content: str) -> None:
-    try:
-        with replacing(path) as file:
-            file.write(content.encode())
-    except RunFolderError as error:
-        raise RunFolderError(f"{error}; name another --html") from error
-
-
-def _draw(path: Path, runs: list[Run]) -> None:
-    try:
-        draw(charts_of(runs), path)
-    except (OSError, ValueError) as error:
-        raise RunFolderError(f"cannot draw into {path}: {error}; name another --png") from error

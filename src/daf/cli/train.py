@@ -48,7 +48,9 @@ def train_command(
         _say_what_is_imported(folder, settings)
     else:
         settings = TrainSettings(**values)
-        folder = RunFolder(out or _default_out(settings))
+        data, model = settings.data.partition(":")[0], settings.model.rpartition(":")[2]
+        usual = Path("runs") / f"{model}-{data}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = RunFolder(out or usual)
     try:
         summary = train(settings, folder.path, make_display(quiet=as_json), resume=resume)
     except KeyboardInterrupt:
@@ -78,12 +80,6 @@ def _say_what_is_imported(folder: RunFolder, settings: TrainSettings) -> None:
         if origin is not None:
             what = f"{folder.path} names the {names.kind} {reference!r}"
             print(f"daf: {what}: importing it from {origin}", file=sys.stderr)
-
-
-def _default_out(settings: TrainSettings) -> Path:
-    data = settings.data.partition(":")[0]
-    model = settings.model.rpartition(":")[2]
-    return Path("runs") / f"{model}-{data}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _say_how_to_resume(folder: RunFolder, what: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -108,7 +108,7 @@ class Observer:
 
     def _register_hooks(self) -> Iterator[Any]:
         for path, module in CompiledModules(self._model).replayable():
-            enter = self._entering(path)
+            enter = partial(self._enter, path)
             yield module.register_forward_pre_hook(enter, with_kwargs=True)
             yield module.register_forward_hook(self._leave, always_call=True)
         for parameter in self._model.parameters():
@@ -261,19 +261,16 @@ class Observer:
         self._coding_ms += ms
         times.setdefault(treatment.method, observation.MethodTime()).add(nbytes, ms)
 
-    def _entering(self, path: str) -> Callable[..., None]:
-        @unseen()
-        def enter(_module: nn.Module, arguments: Any, keywords: Any) -> None:
-            parent = self._open_calls[-1].place if self._open_calls else observation.NO_CALL
-            call = observation.ModuleCall(path, parent, self._now + 1)
-            opened = _OpenCall(len(self.found.calls), self.now_s(), self._coding_ms)
-            tensors = list(self._computed((arguments, keywords)))
-            call.inputs = self._numbered(tensors)
-            self._inputs += [_Input(call, weakref.ref(t), version_of(t)) for t in tensors]
-            self._open_calls.append(opened)
-            self.found.calls.append(call)
-
-        return enter
+    @unseen()
+    def _enter(self, path: str, _module: nn.Module, arguments: Any, keywords: Any) -> None:
+        parent = self._open_calls[-1].place if self._open_calls else observation.NO_CALL
+        call = observation.ModuleCall(path, parent, self._now + 1)
+        opened = _OpenCall(len(self.found.calls), self.now_s(), self._coding_ms)
+        tensors = list(self._computed((arguments, keywords)))
+        call.inputs = self._numbered(tensors)
+        self._inputs += [_Input(call, weakref.ref(t), version_of(t)) for t in tensors]
+        self._open_calls.append(opened)
+        self.found.calls.append(call)
 
     @unseen()
     def _leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:

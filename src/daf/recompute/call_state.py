@@ -206,23 +206,17 @@ class CallState:
             for then in self._autocast:
                 if then["enabled"] or torch.is_autocast_enabled(then["device_type"]):
                     stack.enter_context(torch.autocast(**then))
-            self._restore_training(stack)
+            for part, training in zip(self._module.modules(), self._training, strict=True):
+                if part.training != training:
+                    stack.callback(setattr, part, "training", part.training)
+                    part.training = training
             self._tensors.freeze_as_then(stack)
             stack.enter_context(self._buffers_restored())
-            self._restore_python(stack)
+            stack.callback(PythonState(modules_of(self._module), self._objects).put_back)
+            for change in self._changes:
+                change.undo()
             stack.enter_context(torch.enable_grad())
             yield
-
-    def _restore_training(self, stack: ExitStack) -> None:
-        for part, then in zip(self._module.modules(), self._training, strict=True):
-            if part.training != then:
-                stack.callback(setattr, part, "training", part.training)
-                part.training = then
-
-    def _restore_python(self, stack: ExitStack) -> None:
-        stack.callback(PythonState(modules_of(self._module), self._objects).put_back)
-        for change in self._changes:
-            change.undo()
 
     @contextmanager
     def _buffers_restored(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,22 +60,19 @@ class PriorObserver:
         with ExitStack() as hooks:
             for path, module in CompiledModules(self._model).hookable():
                 if product_weight(module) is not None or isinstance(module, _NORMS):
-                    hooks.callback(module.register_forward_hook(self._hook(path)).remove)
+                    hooks.callback(module.register_forward_hook(partial(self._note, path)).remove)
             yield
 
-    def _hook(self, path: str) -> Any:
-        def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if not inputs or not isinstance(output, Tensor) or not output.requires_grad:
-                return
-            factor = _error_per_gradient(module, inputs[0])
+    def _note(self, path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if not inputs or not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        factor = _error_per_gradient(module, inputs[0])
 
-            def add(gradient: Tensor) -> None:
-                energy = float(gradient.detach().double().square().sum())
-                self.by_module[path] += factor * energy
+        def add(gradient: Tensor) -> None:
+            energy = float(gradient.detach().double().square().sum())
+            self.by_module[path] += factor * energy
 
-            output.register_hook(add)  # type: ignore[no-untyped-call]
-
-        return note
+        output.register_hook(add)  # type: ignore[no-untyped-call]
 
 
 def _error_per_gradient(module: nn.Module, x: Any) -> float:

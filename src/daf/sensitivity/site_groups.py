@@ -22,7 +22,8 @@ def alike_groups(sites: Sequence[Site], most: int) -> list[tuple[Site, ...]]:
     ``sites`` are in the order of the forward pass. If there are more roles than groups, neighbours
     of several roles share one.
     """
-    for role in (_role_in_module, _role):
+    # Layers of one kind share what they save at the same place; then a module's calls join too.
+    for role in (lambda site: (_role(site), site.call), _role):
         alike = _by(role, sites)
         for size in range(1, len(sites) + 1):
             runs = [_cut(each, -(-len(each) // size)) for each in alike]
@@ -36,11 +37,6 @@ def _by(role: Callable[[Site], Hashable], sites: Sequence[Site]) -> list[list[Si
     for site in sites:
         found[role(site)].append(site)
     return list(found.values())
-
-
-def _role_in_module(site: Site) -> Hashable:
-    """Return a key that layers of one kind share for what they save at the same place."""
-    return _role(site), site.call
 
 
 def _role(site: Site) -> Hashable:

@@ -298,17 +298,12 @@ def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str
         return "the batch itself"
     found: list[str] = []
 
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
-            if not found and not is_finite(output):
-                found.append(
-                    f"the output of module {name or '<model>'!r} ({type(module).__name__})"
-                )
-
-        return hook
+    def watch(name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
+        if not found and not is_finite(output):
+            found.append(f"the output of module {name or '<model>'!r} ({type(module).__name__})")
 
     with torch.no_grad(), eagerly(), ExitStack() as hooks:  # compiled modules have hooks too
         for name, module in model.named_modules():
-            hooks.enter_context(module.register_forward_hook(watch(name)))
+            hooks.enter_context(module.register_forward_hook(partial(watch, name)))
         run()
     return found[0] if found else "the loss function (every module's output is finite)"

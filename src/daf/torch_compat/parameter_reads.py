@@ -105,9 +105,8 @@ class ParameterReads:
             declared = getattr(torch._C._functions, name, None) is type(node) and name != _WRAPPER
         number = autograd_graph.sequence_number_of(node)
         assert self._watch is not None
-        return (
-            not declared or number < self._first_sequence_number or self._watch.is_foreign(number)
-        )
+        is_foreign = any(number in numbers for numbers in self._watch.foreign)
+        return not declared or number < self._first_sequence_number or is_foreign
 
 
 class ForwardWatch(TorchFunctionMode):
@@ -117,11 +116,7 @@ class ForwardWatch(TorchFunctionMode):
         super().__init__()
         self.tensor_hooks = 0
         self._own_hooks = autograd_graph.pack_hook()
-        self._foreign: list[range] = []
-
-    def is_foreign(self, sequence_number: int) -> bool:
-        """True if the node of this number was made under other saved-tensor hooks."""
-        return any(sequence_number in numbers for numbers in self._foreign)
+        self.foreign: list[range] = []  # sequence numbers of such nodes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.register_hook:
@@ -135,10 +130,10 @@ class ForwardWatch(TorchFunctionMode):
 
     def add_foreign(self, first: int, end: int) -> None:
         """Treat nodes of these numbers as opaque."""
-        if self._foreign and self._foreign[-1].stop == first:
-            self._foreign[-1] = range(self._foreign[-1].start, end)
+        if self.foreign and self.foreign[-1].stop == first:
+            self.foreign[-1] = range(self.foreign[-1].start, end)
         elif first < end:
-            self._foreign.append(range(first, end))
+            self.foreign.append(range(first, end))
 
 
 def _nodes(root: Any) -> Iterator[Any]:

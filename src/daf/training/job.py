@@ -28,6 +28,10 @@ from daf.training.settings import MEMORY_FORMATS, OPTIMIZERS, TrainSettings, che
 from daf.training.task import Batch, BatchOrder, Goal, Indices, Task, settle_goal
 
 _LEARNING_RATES = {"sgd": 0.05, "adamw": 3e-4}
+# What a session takes as it is, by the same name.
+_OF_SESSION = """
+bits fused policy tolerance seed allow_batchnorm_split split operators pool_bytes host_bytes
+"""
 _WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.01}
 
 
@@ -109,20 +113,11 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
         model,
         optimizer,
         settings.budget,
-        bits=settings.bits,
-        fused=settings.fused,
-        policy=settings.policy,
-        tolerance=settings.tolerance,
-        seed=settings.seed,
         baseline_bytes=baseline_bytes,
-        allow_batchnorm_split=settings.allow_batchnorm_split,
-        split=settings.split,
-        operators=settings.operators,
-        pool_bytes=settings.pool_bytes,
-        host_bytes=settings.host_bytes,
         release_gradients="auto" if settings.release_gradients else False,
         sensitivity=known,
         rollback=good_state if settings.rollback and good_state is not None else False,
+        **{name: getattr(settings, name) for name in _OF_SESSION.split()},
     )
     left_out = getattr(data, "left_out", ())  # by users' own data sets, None
     return TrainingJob(

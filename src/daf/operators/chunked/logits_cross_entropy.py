@@ -49,17 +49,13 @@ def logits_cross_entropy(logits: Tensor, target: Tensor, loss: RowLoss) -> Tenso
     Raises:
         IndexError: a target is no class, as PyTorch has it.
     """
-    base = logits._base
+    base = logits if logits._base is None else logits._base
+    is_whole = base.numel() == logits.numel() and base.is_contiguous() and logits.is_contiguous()
     # The gradient is written over what its rows are a view of, where they are all of that.
-    if base is not None and _has_the_same_rows(base, logits):
+    if is_whole and (base.shape[-1:], base.dtype) == (logits.shape[-1:], logits.dtype):
         logits = base
     found: Tensor = _LogitsCrossEntropy.apply(logits, target, loss)  # type: ignore[no-untyped-call]
     return found
-
-
-def _has_the_same_rows(base: Tensor, logits: Tensor) -> bool:
-    is_whole = base.numel() == logits.numel() and base.is_contiguous() and logits.is_contiguous()
-    return is_whole and (base.shape[-1:], base.dtype) == (logits.shape[-1:], logits.dtype)
 
 
 def _plain(logits: Tensor, target: Tensor, loss: RowLoss) -> Tensor:

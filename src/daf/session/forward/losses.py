@@ -82,8 +82,7 @@ class Losses:
     ) -> Any:
         if function is not F.cross_entropy or pack_hook() is not None:  # somebody else saves for it
             return function(*arguments, **keywords)
-        call = OperatorCall(function, arguments, keywords)
-        found = logits_loss(call)
+        found = logits_loss(OperatorCall(function, arguments, keywords))
         if found is None:
             return function(*arguments, **keywords)
         for each in _thread.inside:  # whoever's logits they are
