@@ -151,8 +151,7 @@ class Governor:
     @property
     def follows_pressure(self) -> bool:
         """True if ``"auto"`` bounds this process; memory pressure says nothing of a device."""
-        is_auto = self._request is not None and self._request.is_auto
-        return is_auto and self.bounds is None
+        return self._request is not None and self._request.is_auto and self.bounds is None
 
     def ask(self, budget: Budget) -> Reading:
         """Replace the budget at once; raises UnitError, and keeps it, if it cannot be parsed."""
@@ -178,8 +177,7 @@ class Governor:
         """Return how far the tightest bound was above the budget at the last reading."""
         if self.reading.budget_bytes is None or not self._found:
             return 2**62
-        tightest = min(bound.most_bytes for bound in self._found)
-        return tightest - self.reading.budget_bytes
+        return min(bound.most_bytes for bound in self._found) - self.reading.budget_bytes
 
     def _move(
         self, request: Request | None, *, at_once: bool = False, urgent: bool = False

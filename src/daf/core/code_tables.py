@@ -48,8 +48,7 @@ def lloyd_max(bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _edges(levels: list[float]) -> list[float]:
-    middles = [0.5 * (low + high) for low, high in pairwise(levels)]
-    return [0.0, *middles, math.inf]
+    return [0.0, *(0.5 * (low + high) for low, high in pairwise(levels)), math.inf]
 
 
 # Arithmetic of the `rotated` codec on integers: docs/format.md, section 4.

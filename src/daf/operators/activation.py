@@ -217,8 +217,7 @@ class ActivationOperator(FusedOperator):
         holder = InputHolder(context, x, Need.SMOOTH, tracker.record(*site, 0))
 
         def forward() -> tuple[Tensor, SmoothHeld]:
-            out = smooth.forward(x.detach())
-            return out, self._held(x, smooth, treatment, holder)
+            return smooth.forward(x.detach()), self._held(x, smooth, treatment, holder)
 
         call = context.fuse(FusedSmooth, (x,), holder, forward)
         assert call.held.recipe is not None

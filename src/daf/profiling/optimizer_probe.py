@@ -84,5 +84,4 @@ def _made(
     taken = signature(type(optimizer)).parameters
     if not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         settings = {name: value for name, value in settings.items() if name in taken}
-    probes = [nn.Parameter(value.to(device)) for value in values]
-    return type(optimizer)(probes, **settings)
+    return type(optimizer)([nn.Parameter(value.to(device)) for value in values], **settings)

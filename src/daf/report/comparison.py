@@ -45,8 +45,7 @@ def lever_row(refused: Record) -> tuple[str, str, str, str]:
 
 def findings(runs: Sequence[Run]) -> list[str]:
     """Return sentences that compare every run with the first: bytes, time and loss."""
-    first = runs[0]
-    return [sentence for run in runs[1:] for sentence in _beside(run, first)]
+    return [sentence for run in runs[1:] for sentence in _beside(run, runs[0])]
 
 
 def _beside(run: Run, first: Run) -> list[str]:

@@ -295,8 +295,7 @@ class PlanController(Resumable):
         profiles, budget_bytes = self.selector.profiles, self.budget_controller.lowest_bytes
         if profiles is None or self.budget_bytes is None or budget_bytes is None:
             return None
-        missing = budget_bytes + self.keeper.missing_bytes
-        least = max(self.selector.least_bytes(), missing)
+        least = max(self.selector.least_bytes(), budget_bytes + self.keeper.missing_bytes)
         return BudgetError(planner.refusal(profiles.own, budget_bytes, least), least)
 
     def update_bytes(self, *, has_state: bool) -> int:

@@ -61,8 +61,7 @@ class PeakMeasurement:
     def factor(self, floor_bytes: int) -> float:
         """Return measured over predicted bytes above the floor, at least 1."""
         predicted = max(SMALLEST_PEAK_BYTES, self.predicted_bytes - floor_bytes)
-        missed = max(0, self.measured_bytes - self.predicted_bytes)
-        return 1.0 + missed / predicted
+        return 1.0 + max(0, self.measured_bytes - self.predicted_bytes) / predicted
 
 
 Weigh = Callable[[Profiles, Plan], Profiles]
@@ -307,8 +306,7 @@ class PlanSelector(Resumable):
         profiles = self._planned
         if not weighed:
             profiles = tuple(replace(p, weights={}, noise_per_weight=0.0) for p in profiles)
-        least = planner.least_feasible_budget(profiles, self.constraints)
-        return self._named_least(least)
+        return self._named_least(planner.least_feasible_budget(profiles, self.constraints))
 
     def left_alone(self) -> list[LeverRefusal]:
         """Return what no plan does because nothing has proven it, computed once per profile."""

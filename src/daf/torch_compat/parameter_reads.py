@@ -98,8 +98,7 @@ class ParameterReads:
 
     def _is_opaque(self, node: Any) -> bool:
         if isinstance(node, BackwardCFunction):
-            function = node._forward_cls  # type: ignore[attr-defined]
-            declared = getattr(function, DECLARATION, False)
+            declared = getattr(node._forward_cls, DECLARATION, False)  # type: ignore[attr-defined]
         else:
             name = type(node).__name__
             declared = getattr(torch._C._functions, name, None) is type(node) and name != _WRAPPER

@@ -59,8 +59,7 @@ def logits_cross_entropy(logits: Tensor, target: Tensor, loss: RowLoss) -> Tenso
 
 
 def _plain(logits: Tensor, target: Tensor, loss: RowLoss) -> Tensor:
-    rows = logits.flatten(0, -2)
-    return F.cross_entropy(rows.float(), target.long(), **loss._asdict())
+    return F.cross_entropy(logits.flatten(0, -2).float(), target.long(), **loss._asdict())
 
 
 class _LogitsCrossEntropy(torch.autograd.Function):

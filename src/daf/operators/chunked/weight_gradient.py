@@ -139,8 +139,7 @@ def chunks_of(shape: Sequence[int], chunk_bytes: int | None = None) -> list[tupl
     batch, *entry = shape
     entry_bytes = 4 * torch.Size(entry).numel()
     count = min(batch, -(-batch * entry_bytes // (chunk_bytes or CHUNK_BYTES)))
-    borders = [batch * i // count for i in range(count + 1)]
-    return list(pairwise(borders))
+    return list(pairwise(batch * i // count for i in range(count + 1)))
 
 
 def is_chunkable(

@@ -123,8 +123,7 @@ class ForwardRunner(SessionReadings):
         Raises:
             BudgetError: the budget cannot hold it; ``least_bytes`` is the least that could.
         """
-        batch = without_graph((arguments, keywords))
-        plan = self._planned(batch)
+        plan = self._planned(without_graph((arguments, keywords)))
         self._refusals = self._keeper.refusals()
         try:
             if plan is None:
