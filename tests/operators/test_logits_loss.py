@@ -127,6 +127,18 @@ def test_held_logits_stay_as_they_are(held: str) -> None:
     assert gradient != there
 
 
+def test_gradients_of_the_view_itself_can_be_asked_for_and_hooked() -> None:
+    scores, target = made()
+    rows, seen = (scores * 2).flatten(0, 1), []
+    rows.register_hook(seen.append)
+    loss = logits_cross_entropy(rows, target, RowLoss())
+    (gradient,) = torch.autograd.grad(loss, rows, retain_graph=True)
+    loss.backward()
+    assert scores.grad is not None
+    assert torch.equal(seen[-1], gradient)
+    assert torch.equal(2 * gradient, scores.grad.flatten(0, 1))
+
+
 def test_a_kept_graph_runs_again() -> None:
     scores, target = made()
     loss = logits_cross_entropy((scores * 2).flatten(0, 1), target, RowLoss())

@@ -251,11 +251,14 @@ def test_weights_are_for_their_owner_only(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_second_run_in_a_folder_is_refused_by_name_and_pid(tmp_path: Path) -> None:
+def test_a_second_run_in_a_folder_is_refused_by_name_and_pid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/daf/__main__.py"])  # as ``python -m daf`` has it
     first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
     with first.held(resumes=False):
         for resumes in (False, True):
-            words = f"{Path(sys.argv[0]).name} \\(process {os.getpid()}\\) is training in"
+            words = f"daf \\(process {os.getpid()}\\) is training in"
             with pytest.raises(RunFolderError, match=words), second.held(resumes=resumes):
                 pass
         assert str(os.getpid()) in (holder_of(tmp_path / "run") or "")

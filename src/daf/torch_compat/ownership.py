@@ -62,13 +62,19 @@ def sole_holders() -> Holders:
 
 
 def is_held_by_none_but(group: tuple[Any, ...]) -> bool:
-    """True if only this tuple holds its first tensor, an operator's result."""
-    return holders_of(group[0]) == _sole_holders_in_tuple()
+    """True if only this tuple holds its first tensor, an operator's result or a view of one."""
+    return _holders_in(group) == _sole_holders_in_tuple(is_view=group[0]._is_view())
+
+
+def _holders_in(group: tuple[Any, ...]) -> list[Holders]:
+    """Return the holders of a tuple's first tensor, and of what that is a view of."""
+    base = group[0]._base
+    return [holders_of(group[0])] if base is None else [holders_of(group[0]), holders_of(base)]
 
 
 @cache
-def _sole_holders_in_tuple() -> Holders:
+def _sole_holders_in_tuple(*, is_view: bool) -> list[Holders]:
     with torch.enable_grad():
         leaf = torch.zeros(1, requires_grad=True)
-        group = (leaf * 2.0,)
-        return holders_of(group[0])
+        group = ((leaf * 2.0).view(1) if is_view else leaf * 2.0,)
+        return _holders_in(group)

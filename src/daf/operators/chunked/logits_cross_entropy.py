@@ -49,17 +49,12 @@ def logits_cross_entropy(logits: Tensor, target: Tensor, loss: RowLoss) -> Tenso
     Raises:
         IndexError: a target is no class, as PyTorch has it.
     """
-    base = logits if logits._base is None else logits._base
-    is_whole = base.numel() == logits.numel() and base.is_contiguous() and logits.is_contiguous()
-    # The gradient is written over what its rows are a view of, where they are all of that.
-    if is_whole and (base.shape[-1:], base.dtype) == (logits.shape[-1:], logits.dtype):
-        logits = base
     found: Tensor = _LogitsCrossEntropy.apply(logits, target, loss)  # type: ignore[no-untyped-call]
     return found
 
 
 def _plain(logits: Tensor, target: Tensor, loss: RowLoss) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2).float(), target.long(), **loss._asdict())
+    return F.cross_entropy(logits.float(), target.long(), **loss._asdict())
 
 
 class _LogitsCrossEntropy(torch.autograd.Function):
@@ -69,10 +64,12 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         ctx.loss = loss
         summed = loss._replace(reduction="sum")
         with without_torch_function():
-            rows, scale = logits.flatten(0, -2), _scale_of(target, loss)
-            size = _rows_in_chunk(rows)
-            parts = zip(torch.split(rows, size), torch.split(target, size), strict=True)
-            return scale * torch.stack([_plain(*part, summed) for part in parts]).sum()
+            size = _rows_in_chunk(logits)
+            parts = zip(torch.split(logits, size), torch.split(target, size), strict=True)
+            return (
+                _scale_of(target, loss)
+                * torch.stack([_plain(*part, summed) for part in parts]).sum()
+            )
 
     @staticmethod
     def backward(ctx: Any, incoming: Tensor) -> Any:
@@ -92,10 +89,9 @@ class _LogitsCrossEntropy(torch.autograd.Function):
 
 
 def _write_gradient(
-    logits: Tensor, found: Tensor, target: Tensor, loss: RowLoss, incoming: Tensor
+    rows: Tensor, out: Tensor, target: Tensor, loss: RowLoss, incoming: Tensor
 ) -> None:
-    """Write the logits' gradient to ``found``, which may be the logits themselves."""
-    rows, out = logits.flatten(0, -2), found.view(-1, logits.shape[-1])
+    """Write the gradient of logits to ``out``, which may be the logits themselves."""
     counted, size = target != loss.ignore_index, _rows_in_chunk(rows)
     scale = _scale_of(target, loss).nan_to_num() * incoming
     for start in range(0, len(rows), size):
