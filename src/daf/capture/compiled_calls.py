@@ -35,8 +35,11 @@ def apart(compiled: CompiledModules, around: Around = nullcontext) -> Iterator[N
 
     Compiled functions run eagerly. Backward passes need it too: they may run forward passes again.
     """
-    with ExitStack() as stack:
-        stack.enter_context(eagerly())
+    if not compiled.attributes:
+        with eagerly():
+            yield
+        return
+    with eagerly(), ExitStack() as stack:
         for module, attribute in compiled.attributes.items():
             own = getattr(module, attribute)
             setattr(module, attribute, _wrapped(own, around))

@@ -97,8 +97,11 @@ def _with_swapped(field: str) -> list[int]:
 def reset_peak() -> bool:
     """Start a new high-water mark; False where the system does not permit that."""
     try:  # opened anew: a kept descriptor may be somebody else's file by now
-        with _CLEAR_REFERENCES.open("wb", buffering=0) as file:
-            file.write(_RESET_PEAK_COMMAND)
+        descriptor = os.open(_CLEAR_REFERENCES, os.O_WRONLY)
+        try:
+            os.write(descriptor, _RESET_PEAK_COMMAND)
+        finally:
+            os.close(descriptor)
     except OSError:
         return False
     return True
