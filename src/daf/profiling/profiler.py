@@ -272,12 +272,9 @@ class Profiler:
                 loss = read_loss(context.loss_fn(self.model, part), examples)
             observer.begin_backward()
             loss.mean.backward()  # type: ignore[no-untyped-call]
-        peak_bytes = self.memory.peak_bytes()
+        observer.found.process_bytes = self.memory.peak_bytes() - before_bytes
         nn.Module.zero_grad(self.model)
         self._settle()
-        # What stays was loaded for good: later steps find it there.
-        loaded_bytes = max(0, self.memory.held_bytes() - before_bytes)
-        observer.found.process_bytes = peak_bytes - before_bytes - loaded_bytes
         observer.found.plain_bytes = self.capture.stats.plain_peak_bytes
         observer.found.chunk_bytes = policy.chunk_bytes or 0
         self._growth.note(observer.found, (context.choice.cut, self._operators))
