@@ -15,8 +15,8 @@ class ImportanceTree {
  public:
   explicit ImportanceTree(uint64_t most_slots) : most_(most_slots) {}
 
-  // Four words link a node; the allocator adds one.
-  static uint64_t bytes_for(uint64_t slots) { return slots * (sizeof(Slot) + 5 * sizeof(void*)); }
+  // A node is four words of links and one of content; the allocator adds one.
+  static uint64_t bytes_for(uint64_t slots) { return slots * (sizeof(Slot) + 6 * sizeof(void*)); }
 
   uint64_t most() const { return most_; }
   uint64_t size() const { return tree_.size(); }

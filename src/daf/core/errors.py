@@ -16,7 +16,11 @@ class UnitError(DafError, ValueError):
 
 
 class UnknownNameError(DafError, ValueError):
-    """A model, data set or option that is unknown, or that another one excludes."""
+    """A model, data set or option that is unknown."""
+
+
+class OptionError(DafError, ValueError):
+    """An option whose value is none of its own, or that another one excludes."""
 
 
 class DataError(DafError, ValueError):

@@ -140,8 +140,8 @@ class Profiler:
         with preserved_state(self.model, context.loss_fn, gradients=True):
             if is_fused:
                 self._operators = StepOperators(context.info.examples, chunk_bytes_on(device))
-                dry_run_of_least = partial(self._dry_run, context, lambda _: math.inf, budget_bytes)
-                self._bounded(dry_run_of_least)
+                nothing_fits = partial(self._dry_run, context, lambda _: math.inf, budget_bytes)
+                self._bounded(nothing_fits)  # so it takes the fewest examples
             on_progress("the smallest step, and whether parts add up to the batch")
             smallest = None if own else self._choose_cut(context, budget_bytes)
             self._choice, examples = context.choice, context.info.examples
@@ -156,7 +156,7 @@ class Profiler:
             if smallest is None:
                 # Once unmeasured: code pages, thread pools and kernels' own buffers stay loaded.
                 on_progress("a first small step")
-                self._bounded(partial(self._observe, context, sizes[0]))
+                self._observe_bounded(context, sizes[0])
             observations = self._observations(context, sizes, budget_bytes, on_progress)
             on_progress("times")
             times = self._times(context, observations, budget_bytes)
@@ -180,7 +180,7 @@ class Profiler:
     def _choose_cut(self, context: StepContext, budget_bytes: float) -> Observation | None:
         chooser = CutChooser(
             self.model,
-            lambda context, examples: self._bounded(partial(self._observe, context, examples)),
+            self._observe_bounded,
             self._expected,
             self._recover,
             self._within,
@@ -206,6 +206,7 @@ class Profiler:
         return partial(self._expected, smallest)
 
     def _dry_run(self, context: StepContext, expected: Expectation, budget_bytes: int) -> bool:
+        """Find what may be fused; returns True, as None is what a refusal returns."""
         wanted = (min(EXAMPLES, context.info.examples),)
         cut = context.choice.cut
         examples = sizes_within(wanted, expected, budget_bytes, cut.least)[-1]
@@ -403,6 +404,9 @@ class Profiler:
         if found is None:
             self._recover()
         return found
+
+    def _observe_bounded(self, context: StepContext, examples: int) -> Observation:
+        return self._bounded(partial(self._observe, context, examples))
 
     def _bounded(self, run: Callable[[], Found]) -> Found:
         """Run what no smaller step has shown to fit."""

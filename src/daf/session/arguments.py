@@ -9,7 +9,7 @@ from torch import nn
 from daf.budget.request import Budget, Scope
 from daf.capture.capture import Capture
 from daf.core import policy as policies
-from daf.core.errors import PlatformError, UnknownNameError
+from daf.core.errors import OptionError, PlatformError
 from daf.memory import glibc
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain, ProcessMemory, memory_of
@@ -28,11 +28,12 @@ def policy_name(bits: int | str | None, policy: str | None, *, has_budget: bool)
     """Return the name of the planner's policy or level that was asked for; "optimal" by default.
 
     Raises:
-        UnknownNameError: no policy has that name or, under a budget, these bits; or both are given.
+        UnknownNameError: no policy has that name or, under a budget, these bits.
+        OptionError: both are given.
         ValueError: ``bits`` names no policy.
     """
     if bits is not None and policy is not None:
-        raise UnknownNameError(
+        raise OptionError(
             f"asked for bits={bits!r} and policy={policy!r}; bits fix every site, so that there is "
             "nothing left for a policy to choose; give one of the two"
         )
@@ -48,16 +49,16 @@ def refuse_what_sends_nothing(
     """Refuse ``host_bytes`` where nothing would send codes to the host.
 
     Raises:
-        UnknownNameError: nothing is coded (no budget, no bits); or, under a budget, ``bits`` is
+        OptionError: nothing is coded (no budget, no bits); or, under a budget, ``bits`` is
             given or the policy is not "optimal", as other policies know only the device.
     """
     if not has_budget and bits in (None, "plain"):
-        raise UnknownNameError(
+        raise OptionError(
             "asked for host_bytes without a budget and without bits, so that nothing is coded; "
             "pass a budget or bits, or leave host_bytes out"
         )
     if has_budget and (bits is not None or policy not in (None, "optimal")):
-        raise UnknownNameError(
+        raise OptionError(
             f"asked for host_bytes with bits={bits!r} and policy={policy!r}; under a budget only "
             "the optimal policy sends codes to the host; leave the two out, or host_bytes"
         )
@@ -67,10 +68,10 @@ def may_fuse(operators: str, *, fused: bool) -> bool:
     """Return False if PyTorch's own operators were asked for.
 
     Raises:
-        UnknownNameError: ``operators`` is neither "auto" nor "pytorch", or contradicts ``fused``.
+        OptionError: ``operators`` is neither "auto" nor "pytorch", or contradicts ``fused``.
     """
     if operators not in ("auto", "pytorch") or (fused and operators == "pytorch"):
-        raise UnknownNameError(
+        raise OptionError(
             f"asked for operators={operators!r} and fused={fused}; operators is 'auto', or "
             "'pytorch' (then leave fused out)"
         )
@@ -83,11 +84,11 @@ def fixed_policy(
     """Return the policy of a session without a budget.
 
     Raises:
-        UnknownNameError: ``fused`` was asked for under a budget.
+        OptionError: ``fused`` was asked for under a budget.
         ValueError: ``bits`` names no policy.
     """
     if fused and has_budget:
-        raise UnknownNameError(
+        raise OptionError(
             "asked for fused=True under a budget; there the planner measures fused operators and "
             "takes them where that pays; leave fused out, or pass budget=None"
         )
@@ -97,9 +98,9 @@ def fixed_policy(
 
 
 def checked_tolerance(tolerance: float | None) -> float | None:
-    """Return the tolerance as a float, or None; raises UnknownNameError unless 0 or more."""
+    """Return the tolerance as a float, or None; raises OptionError unless 0 or more."""
     if tolerance is not None and not tolerance >= 0:
-        raise UnknownNameError(
+        raise OptionError(
             f"asked for a tolerance of {tolerance!r}; it is the noise that codes may add, relative "
             f"to the batch's own: 0 (exact) or more, by default {planner.DEFAULT_TOLERANCE}"
         )
@@ -107,9 +108,9 @@ def checked_tolerance(tolerance: float | None) -> float | None:
 
 
 def checked_norm(max_grad_norm: float | None) -> float | None:
-    """Return the most that a gradient's norm may be, or None; UnknownNameError if not above 0."""
+    """Return the most that a gradient's norm may be, or None; OptionError if not above 0."""
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise UnknownNameError(
+        raise OptionError(
             f"asked for max_grad_norm={max_grad_norm!r}; the norm to clip to is above 0, or None"
         )
     return max_grad_norm
@@ -119,10 +120,10 @@ def checked_scope(scope: Scope, memory: MemoryDomain) -> Scope:
     """Return the scope.
 
     Raises:
-        UnknownNameError: it is neither "process" nor "tree", or "tree" for a budget on a device.
+        OptionError: it is neither "process" nor "tree", or "tree" for a budget on a device.
     """
     if scope not in ("process", "tree") or (scope == "tree" and isinstance(memory, DeviceMemory)):
-        raise UnknownNameError(
+        raise OptionError(
             f"asked for scope={scope!r} of a budget on {memory.name}; scope is 'process', or for a "
             "model on the CPU 'tree' (child processes too)"
         )

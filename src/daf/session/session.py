@@ -108,9 +108,10 @@ class Session(SessionReadings):
         PlatformError: a budget for a model on several devices, or on one whose memory cannot be
             bounded; ``host_bytes`` for a model on the CPU.
         UnknownNameError: no policy has the name ``policy``, or, under a budget, these ``bits``.
-        ValueError: ``bits`` names no policy; ``bits`` and ``policy`` together; a negative
-            tolerance; ``fused`` under a budget; ``host_bytes`` where nothing would be sent;
-            ``split``, ``operators`` or ``scope`` of another value.
+        OptionError: ``bits`` and ``policy`` together; a negative tolerance; ``fused`` under a
+            budget; ``host_bytes`` where nothing would be sent; ``split``, ``operators`` or
+            ``scope`` of another value.
+        ValueError: ``bits`` names no policy.
     """
 
     def __init__(
@@ -308,7 +309,7 @@ class Session(SessionReadings):
             DataError: the batch has no such dimension as ``batch_dim`` says.
             BudgetError: the budget cannot hold the step; a ``torch.OutOfMemoryError`` too.
             ClosedSessionError: the session was closed.
-            ValueError: ``max_grad_norm`` is not above 0.
+            OptionError: ``max_grad_norm`` is not above 0.
             PoolFullError: ``pool_bytes`` cannot hold the codes, and no tighter plan is known.
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
             ReleaseRefusedError: gradients must be released, and something needs them later.
@@ -359,7 +360,7 @@ class Session(SessionReadings):
         Raises:
             BudgetError: there is no room for the update; nothing was changed.
             ClosedSessionError: the session was closed.
-            ValueError: ``max_grad_norm`` is not above 0.
+            OptionError: ``max_grad_norm`` is not above 0.
         """
         with self._turn():
             return self._runner.update(checked_norm(max_grad_norm))

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from daf.core.errors import CommittedStepError, ReleaseRefusedError, UnknownNameError
+from daf.core.errors import CommittedStepError, OptionError, ReleaseRefusedError
 from daf.saved_tensors.ledger import gradient_bytes
 from daf.torch_compat import compiler
 from daf.torch_compat.autograd_graph import graph_task, is_strided
@@ -68,9 +68,7 @@ class GradientRelease:
 
     def __post_init__(self) -> None:
         if self.mode not in (True, False, "auto"):
-            raise UnknownNameError(
-                f"release_gradients is True, False or 'auto'; found {self.mode!r}"
-            )
+            raise OptionError(f"release_gradients is True, False or 'auto'; found {self.mode!r}")
         self._waiting: dict[nn.Parameter, dict[str, Any]] = {}
         self._graph_task: int | None = None
         self._on_commit: Callable[[], None] = lambda: None

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from daf.core.errors import UnknownNameError
+from daf.core.errors import OptionError
 from daf.step.batch_cut import WHOLE, BatchCut, BatchDim, BatchSplit, possible_cuts
 from daf.step.loss_weights import Weighing
 from daf.torch_compat.modules import modules_of, parameters_of
@@ -58,12 +58,12 @@ class Splitting:
         batch_dim: the dimension of examples; one for each field of the batch; None: found.
 
     Raises:
-        UnknownNameError: ``split`` is none of these.
+        OptionError: ``split`` is none of these.
     """
 
     def __init__(self, split: Split = "auto", batch_dim: BatchDim = None) -> None:
         if split not in ("auto", True, False) and not isinstance(split, BatchSplit):
-            raise UnknownNameError(
+            raise OptionError(
                 f"asked for split={split!r}; it is 'auto', True, False or a BatchSplit of two "
                 "functions"
             )

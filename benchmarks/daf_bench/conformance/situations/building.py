@@ -22,6 +22,19 @@ def network(features: int = FEATURES, outputs: int = CLASSES, width: int = WIDTH
     )
 
 
+class Called(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what the function returns."""
+        result: torch.Tensor = self.function(values)
+        return result
+
+
 def labelled(examples: int = EXAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
     """Return features [N, ``FEATURES``] and class labels [N]."""
     return torch.randn(examples, FEATURES), torch.randint(0, CLASSES, (examples,))

@@ -15,6 +15,7 @@ from daf_bench.conformance.situations.building import (
     EXAMPLES,
     FEATURES,
     WIDTH,
+    Called,
     classified,
     labelled,
     network,
@@ -281,19 +282,6 @@ def top_eight_rows() -> Work:
         return torch.zeros_like(values).scatter(1, kept.indices, kept.values)
 
     return between(nn.Sequential(nn.Linear(WIDTH, 512), Called(function)), 512)
-
-
-class Called(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, values: Tensor) -> Tensor:
-        """Return what the function returns."""
-        result: Tensor = self.function(values)
-        return result
 
 
 @CASES.add("gelu_derivative_bias")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf_bench.conformance.case import CaseList, Work
-from daf_bench.conformance.situations.building import WIDTH, classified, labelled, network
+from daf_bench.conformance.situations.building import WIDTH, Called, classified, labelled, network
 from daf_bench.conformance.situations.statistics import OwnNorm, around, on_images
 
 CASES = CaseList()
@@ -78,35 +76,22 @@ def data_dependent_start() -> Work:
     return around(ActNorm())
 
 
-class Lambda(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, values: Tensor) -> Tensor:
-        """Return the function's result."""
-        result: Tensor = self.function(values)
-        return result
-
-
 @CASES.add("centred_by_batch")
 def centred_by_batch() -> Work:
     """The batch's mean is taken off."""
-    return around(Lambda(lambda values: values - values.mean(0, keepdim=True)))
+    return around(Called(lambda values: values - values.mean(0, keepdim=True)))
 
 
 @CASES.add("whitened")
 def whitened() -> Work:
     """Scaled by the batch's root mean square."""
-    return around(Lambda(lambda values: values / (values.square().mean().sqrt() + 1e-3)))
+    return around(Called(lambda values: values / (values.square().mean().sqrt() + 1e-3)))
 
 
 @CASES.add("attention_over_examples")
 def attention_over_examples() -> Work:
     """Examples look at each other."""
-    return around(Lambda(lambda v: v + (v @ v.t() / 11).softmax(-1) @ v))
+    return around(Called(lambda v: v + (v @ v.t() / 11).softmax(-1) @ v))
 
 
 @CASES.add("minibatch_deviation")
@@ -118,7 +103,7 @@ def minibatch_deviation() -> Work:
         spread = values.view(size, -1, WIDTH).std(0, unbiased=False).mean(-1)
         return values + spread.repeat(size)[:, None]
 
-    return around(Lambda(groups))
+    return around(Called(groups))
 
 
 @CASES.add("sinkhorn")
@@ -132,7 +117,7 @@ def sinkhorn() -> Work:
             scores = scores / scores.sum(1, keepdim=True)
         return values * scores
 
-    return around(Lambda(balanced))
+    return around(Called(balanced))
 
 
 class Queue(nn.Module):

@@ -7,6 +7,7 @@ gradient over them where nobody else holds them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from daf.operators.chunked.cross_entropy import (
     softmax_to_gradient,
 )
 from daf.operators.fused_function import differentiable_gradients
-from daf.torch_compat.autograd_graph import keeps_graph, without_torch_function
+from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.ownership import is_held_by_none_but
 
 _CHUNK_ELEMENTS = 2**18  # a megabyte of float32, which stays in a core's cache over its operators
@@ -76,15 +77,16 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         with without_torch_function():
             logits, target = ctx.saved_tensors
             if torch.is_grad_enabled():
-                run = lambda each: _plain(each, target, ctx.loss)  # noqa: E731
+                run = partial(_plain, target=target, loss=ctx.loss)
                 needs = ctx.needs_input_grad[:1]
                 return (*differentiable_gradients(run, (logits,), needs, incoming), None, None)
-            group = (logits.detach() if keeps_graph() else logits,)
-            ctx.maybe_clear_saved_tensors()
+            group = (logits,)
             del logits
-            owned = not keeps_graph() and is_held_by_none_but(group)
-            found = group[0].detach() if owned else torch.empty_like(group[0])
-            _write_gradient(group[0].detach(), found, target, ctx.loss, incoming)
+            ctx.maybe_clear_saved_tensors()  # a graph that is kept holds them on
+            owned = group[0].is_contiguous() and is_held_by_none_but(group)
+            rows = group[0].detach()
+            found = rows if owned else torch.empty_like(rows)
+            _write_gradient(rows, found, target, ctx.loss, incoming)
             return found, None, None
 
 
@@ -96,12 +98,14 @@ def _write_gradient(
     scale = _scale_of(target, loss).nan_to_num() * incoming
     for start in range(0, len(rows), size):
         chunk = slice(start, start + size)
-        part = rows[chunk].float()
-        if part.data_ptr() == rows[chunk].data_ptr() != out[chunk].data_ptr():
-            part = out[chunk].copy_(part)
+        part = out[chunk]
+        if out.dtype != torch.float32:
+            part = rows[chunk].float()
+        elif out is not rows:
+            part.copy_(rows[chunk])
         loss_to_softmax(part, target[chunk], counted[chunk], loss.label_smoothing)
         softmax_to_gradient(part, target[chunk], counted[chunk], loss.label_smoothing, scale)
-        if part.data_ptr() != out[chunk].data_ptr():
+        if out.dtype != torch.float32:
             out[chunk].copy_(part)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from daf.budget.request import Budget, parse_budget
 from daf.capture import compress as codes
-from daf.core.errors import ClosedSessionError, UnknownNameError
+from daf.core.errors import ClosedSessionError, OptionError
 from daf.core.markup import Markup
 from daf.core.notebook import card
 from daf.core.plan import Plan
@@ -39,7 +39,8 @@ class BudgetedForward:
     """Runs one model's forward passes within a budget, inside ``with``.
 
     The model's calls inside are planned: codes, fusion and replay, never cut and never retried;
-    what lies around them is as it was. Each model has one such object, which ``compress`` returns
+    what lies around them is as it was, but for ``F.cross_entropy`` of many classes inside ``with``,
+    which holds its logits once. Each model has one such object, which ``compress`` returns
     again. The limit, once a first call has set it, stays in force between them, until ``close`` or
     the end of the model. Calls without gradients, and nested ones, run as they are. ``budget``,
     ``tolerance`` and ``seed``: as ``compress`` takes them.
@@ -213,12 +214,12 @@ def compress(model: nn.Module, bits: int | str | None = None, **options: Any) ->
         BudgetError: inside, or in backward or an update: the budget cannot hold them;
             ``least_bytes`` is the least that could. A ``torch.OutOfMemoryError`` too.
         UnitError: the budget cannot be read.
-        UnknownNameError: ``bits`` and a budget together.
+        OptionError: ``bits`` and a budget together.
     """
     if "budget" not in options:
         return codes.compress(model, 2 if bits is None else bits, **options)
     if bits is not None:
-        raise UnknownNameError(
+        raise OptionError(
             f"asked for bits={bits!r} and a budget; under a budget the planner chooses them; "
             "give one of the two"
         )

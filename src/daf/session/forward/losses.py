@@ -32,7 +32,7 @@ class Losses:
 
     def __init__(self) -> None:
         self._mode = OperatorMode(self._run)
-        self._is_inside = self._is_known = False
+        self._is_known = False
         self._logits_bytes: float | None = None  # of one example; None: nothing was measured
 
     @contextmanager
@@ -41,13 +41,13 @@ class Losses:
         if self._logits_bytes == 0:
             yield
             return
-        before, self._is_inside = _thread.inside, True
+        before = _thread.inside
         _thread.inside = (*before, self)
         try:
             with eagerly(), self._mode:
                 yield
         finally:
-            _thread.inside, self._is_inside = before, False
+            _thread.inside = before
 
     def unmet_bytes(self, examples: int) -> int:
         """Return, once, what another loss than the stand-in holds more of so many examples."""
@@ -70,7 +70,7 @@ class Losses:
     def _read(self, output: Tensor) -> Tensor:
         if output.dim() == 0:
             return output
-        if not self._is_inside or not are_logits(output):
+        if self not in _thread.inside or not are_logits(output):
             found: Tensor = _Mean.apply(output)  # type: ignore[no-untyped-call]
             return found
         self._logits_bytes = max(self._logits_bytes or 0, output.nbytes / len(output))

@@ -33,7 +33,7 @@ from daf.session.plan_controller import NEAR
 from daf.session.readings import SessionReadings
 from daf.step.context import BatchInfo, StepContext
 from daf.step.splitting import Splitting
-from daf.torch_compat.autograd_graph import backward_errors, version_of
+from daf.torch_compat.autograd_graph import backward_errors, bytes_of, version_of
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.function_modes import modes_restored
 from daf.torch_compat.out_of_memory import out_of_memory
@@ -244,13 +244,13 @@ def trained_beside_bytes(model: nn.Module, profile: Profile) -> int:
     others = [each for each, shared in living.items() if not shared]
     to_come = sum(map(bytes_of_first_update, others))
     partners = _stepped_beside(model, [each for each, shared in living.items() if shared])
-    share = sum(each.nbytes for each in partners) / max(1, gradient_bytes(model))
+    share = sum(map(bytes_of, partners)) / max(1, gradient_bytes(model))
     known = [each for each in _living(ForwardRunner) if each.model is not model]
     unknown = max(0.0, len(others) + min(1.0, share) - len(known))
     is_larger = to_come > gradient_bytes(model) + profile.optimizer_bytes
     saved = profile.plain_saved_bytes * (2 if is_larger else 1)
     alive = sum(max(0, e.saved_bytes_peak - e._capture.stats.held_bytes) for e in known)
-    lacking = sum(each.nbytes for each in partners if each.grad is None)
+    lacking = sum(bytes_of(each) for each in partners if each.grad is None)
     return to_come + lacking + alive + int(unknown * (saved + MARGIN_BYTES))
 
 
