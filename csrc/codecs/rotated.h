@@ -13,27 +13,35 @@ struct Rotations {
 
   explicit Rotations(uint64_t key) : first(key, 0), second(key, 1) {}
 
-  // What follows the first transform. By value, so that other blocks stay in registers.
-  DAF_NEVER_INLINE V::Shorts transformed_again(V::Shorts shorts, uint64_t block) {
+  // By value, and apart from the usual path, whose blocks stay in registers.
+  DAF_NEVER_INLINE V::Shorts transformed_twice(V::Shorts shorts, uint64_t block) {
+    V::hadamard_shorts(shorts);
     V::shift_shorts<between_rounds_shift>(shorts);
     V::flip_shorts(shorts, second.of_block(block));
     V::hadamard_shorts(shorts);
     return shorts;
   }
 
-  DAF_MEMBER_INLINE void transform(V::Shorts& shorts, uint64_t block, bool peaked) {
-    V::hadamard_shorts(shorts);
-    if (peaked) shorts = transformed_again(shorts, block);
+  DAF_MEMBER_INLINE void apply(V::Shorts shorts, V::Shorts& rotated, uint64_t block, bool peaked) {
+    V::flip_shorts(shorts, first.of_block(block));
+    if (peaked) {
+      rotated = transformed_twice(shorts, block);
+    } else {
+      V::hadamard_shorts(shorts);
+      rotated = shorts;
+    }
   }
 
-  DAF_MEMBER_INLINE void apply(V::Shorts& shorts, uint64_t block, bool peaked) {
-    V::flip_shorts(shorts, first.of_block(block));
-    transform(shorts, block, peaked);
-  }
-
-  DAF_MEMBER_INLINE void apply_back(V::Shorts& shorts, uint64_t block, bool peaked) {
-    transform(shorts, block, peaked);
-    V::flip_shorts(shorts, first.of_block(block));
+  DAF_MEMBER_INLINE void apply_back(V::Shorts shorts, V::Shorts& restored, uint64_t block,
+                                    bool peaked) {
+    if (peaked) {
+      restored = transformed_twice(shorts, block);
+      V::flip_shorts(restored, first.of_block(block));
+    } else {
+      V::hadamard_shorts(shorts);
+      V::flip_shorts(shorts, first.of_block(block));
+      restored = shorts;
+    }
   }
 };
 
@@ -90,14 +98,15 @@ DAF_INLINE Spread spread_around(const float* row, float mean) {
     const auto centred = V::subtract(V::load(row + V::lanes * t), middle);
     return V::multiply(centred, centred);
   };
-  V::F fours[4];  // sums of every 64th
-  DAF_UNROLLED for (int t = 0; t < 4; ++t) fours[t] = fold<4>(square, t);
-  const auto halved = [&](auto&& leaf) {
-    return V::tree_sum(
-        V::add(V::add(leaf(fours[0]), leaf(fours[2])), V::add(leaf(fours[1]), leaf(fours[3]))));
+  // Sums of every 64th square, and of their squares; two at a time, so few vectors are alive.
+  const auto two = [&](int t) {
+    const auto first = fold<4>(square, t), second = fold<4>(square, t + 2);
+    return std::pair(V::add(first, second),
+                     V::add(V::multiply(first, first), V::multiply(second, second)));
   };
-  const float energy = halved([](V::F x) { return x; });
-  const float peak = halved([](V::F x) { return V::multiply(x, x); });
+  const auto even = two(0), odd = two(1);
+  const auto [energy, peak] =
+      V::tree_sums(V::add(even.first, odd.first), V::add(even.second, odd.second));
   return {energy, peak * peaked_factor > energy * energy};
 }
 
@@ -223,8 +232,7 @@ bool encode_rotated_range(const Job& job, size_t first, size_t last) {
       V::Shorts shorts;
       round_centred(shorts, batch.rows[i], V::set(state.mean[i]),
                     V::set(integer_length / state.norm[i]));
-      rotations.apply(shorts, start + i, state.peaked[i]);
-      state.rotated[i] = shorts;
+      rotations.apply(shorts, state.rotated[i], start + i, state.peaked[i]);
     }
     for (size_t i = 0; i < size; ++i) {
       uint16_t* rows[bits];
@@ -270,8 +278,7 @@ bool decode_rotated_range(const Job& job, size_t first, size_t last) {
       V::Shorts here;
       read_levels<kept_bits>(here, rows, levels);
       const uint16_t scale = job.headers[2 * (start + i) + 1];
-      rotations.apply_back(here, start + i, (scale & bfloat16_sign) != 0);
-      shorts[i] = here;
+      rotations.apply_back(here, shorts[i], start + i, (scale & bfloat16_sign) != 0);
     }
     for (size_t i = 0; i < size; ++i) {
       const uint16_t* header = job.headers + 2 * (start + i);

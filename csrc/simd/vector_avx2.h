@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #define DAF_INLINE static inline __attribute__((always_inline))
 #define DAF_MEMBER_INLINE inline __attribute__((always_inline))
@@ -96,6 +97,14 @@ struct Vector {
   DAF_INLINE F absolute(F a) { return as_float(bit_and(as_integer(a), set_integer(0x7FFFFFFF))); }
   DAF_INLINE F greatest_magnitude(F a, F b) { return greatest(a, absolute(b)); }
   DAF_FOLD(tree_sum, add)
+  DAF_INLINE std::pair<float, float> tree_sums(F a, F b) {
+    const __m256 first = _mm256_add_ps(a.low, a.high), second = _mm256_add_ps(b.low, b.high);
+    const __m256 four = _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20),
+                                      _mm256_permute2f128_ps(first, second, 0x31));
+    const __m256 two = _mm256_add_ps(four, _mm256_permute_ps(four, _MM_SHUFFLE(1, 0, 3, 2)));
+    const __m256 one = _mm256_add_ps(two, _mm256_movehdup_ps(two));
+    return {_mm256_cvtss_f32(one), _mm_cvtss_f32(_mm256_extractf128_ps(one, 1))};
+  }
   DAF_FOLD(reduce_least, min)
   DAF_FOLD(reduce_greatest, max)
 

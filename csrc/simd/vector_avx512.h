@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #define DAF_INLINE static inline __attribute__((always_inline))
 #define DAF_MEMBER_INLINE inline __attribute__((always_inline))
@@ -59,6 +60,15 @@ struct Vector {
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+  DAF_INLINE std::pair<float, float> tree_sums(F a, F b) {
+    const __m256 first = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)),
+                 second = _mm256_add_ps(_mm512_castps512_ps256(b), _mm512_extractf32x8_ps(b, 1));
+    const __m256 four = _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20),
+                                      _mm256_permute2f128_ps(first, second, 0x31));
+    const __m256 two = _mm256_add_ps(four, _mm256_permute_ps(four, _MM_SHUFFLE(1, 0, 3, 2)));
+    const __m256 one = _mm256_add_ps(two, _mm256_movehdup_ps(two));
+    return {_mm256_cvtss_f32(one), _mm_cvtss_f32(_mm256_extractf128_ps(one, 1))};
   }
   DAF_INLINE float reduce_least(F a) { return _mm512_reduce_min_ps(a); }
   DAF_INLINE float reduce_greatest(F a) { return _mm512_reduce_max_ps(a); }

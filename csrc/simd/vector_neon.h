@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "simd/neon_registers.h"
 
@@ -92,6 +93,7 @@ struct Vector {
         vaddq_f32(vaddq_f32(a.part[0], a.part[2]), vaddq_f32(a.part[1], a.part[3]));
     return vpadds_f32(vadd_f32(vget_low_f32(four), vget_high_f32(four)));
   }
+  DAF_INLINE std::pair<float, float> tree_sums(F a, F b) { return {tree_sum(a), tree_sum(b)}; }
   DAF_INLINE float reduce_least(F a) {
     const float32x4_t four =
         least_of_four(least_of_four(a.part[0], a.part[2]), least_of_four(a.part[1], a.part[3]));

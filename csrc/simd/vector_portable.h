@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #define DAF_INLINE static inline
 #define DAF_MEMBER_INLINE inline
@@ -109,6 +110,8 @@ struct Vector {
       for (int i = 0; i < width; ++i) a.lane[i] += a.lane[i + width];
     return a.lane[0];
   }
+  // Both at once, each as by `tree_sum`.
+  DAF_INLINE std::pair<float, float> tree_sums(F a, F b) { return {tree_sum(a), tree_sum(b)}; }
   DAF_REDUCTION(float, reduce_least, F, <)
   DAF_REDUCTION(float, reduce_greatest, F, >)
 
