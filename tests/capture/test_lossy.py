@@ -239,6 +239,54 @@ def test_powers_need_what_their_derivative_reads(exponent: float, need: Need) ->
     loss.backward()
 
 
+@pytest.mark.parametrize("power", [3, 4, 5])
+def test_one_code_never_stands_twice_in_a_product(power: int) -> None:
+    """A factor of several products has a wide code for all but the first: errors never square."""
+    x = torch.randn(64, 256, requires_grad=True)
+
+    def product() -> Tensor:
+        h = x * 1
+        found = h
+        for _ in range(power - 1):
+            found = found * h
+        return found
+
+    def gradient(seed: int | None) -> Tensor:
+        if seed is None:
+            return torch.autograd.grad(product().sum(), x)[0]
+        with (capture := Capture(nn.Identity())).step(policy_for(1), seed, 0):
+            out = product()
+        found = torch.autograd.grad(out.sum(), x)[0]
+        needs = [each.need for each in capture.sites() if each.site.operator == "mul"]
+        assert needs.count(Need.PRODUCT) == power - 2
+        return found
+
+    plain = gradient(None)
+    errors = torch.stack([gradient(seed) - plain for seed in range(200)])
+    noise = errors.square().sum((1, 2)).mean()
+    bias = errors.mean(0).square().sum() - noise / len(errors)
+    assert bias < 0.001 * plain.square().sum() < noise
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        (lambda h: h * h, 0),  # both factors of one call: errors add
+        (lambda h: h * h.tanh(), 0),
+        (lambda h: h[:, :128] * h[:, 128:], 0),
+        (lambda h: h * h.exp() + h * h.cos(), 1),
+    ],
+)
+def test_only_a_factor_of_several_calls_needs_more(
+    function: Callable[[Tensor], Tensor], count: int
+) -> None:
+    x = torch.randn(64, 256, requires_grad=True)
+    with (capture := Capture(nn.Identity())).step(policy_for(2), 0, 0):
+        out = function(x * 1)
+    out.sum().backward()
+    assert [each.need for each in capture.sites()].count(Need.PRODUCT) == count
+
+
 def test_double_precision_is_kept() -> None:
     model = nn.Linear(64, 64).double()
     capture = compress(model, 2)

@@ -31,7 +31,17 @@ def test_a_plan_tells_the_noise_of_every_site_and_shows_the_worst(daf: Daf) -> N
     assert sites["norm:batch_norm#0[0]"]["bits"] == 2
     shown = daf(*asked).out
     assert "of the batch's own gradient noise (measured), of at most 0.14" in shown
+    assert noise["squared_bias"] is None  # a quarter of a quarter of 32 images is not coded
+    assert "do not average out" not in shown
     assert noise["sites"][0]["site"] in shown
+
+
+def test_a_plan_tells_errors_that_do_not_average_out(daf: Daf) -> None:
+    asked = ("plan", "tiny_models:classifier", "--budget", "2GB", "--batch-size", "512")
+    asked += ("--threads", "1", "--bits", "2")
+    noise = daf(*asked, "--json").json["noise"]
+    assert abs(noise["squared_bias"]) < 5 * noise["squared_bias_error"]
+    assert f"± {noise['squared_bias_error']:.4f} are errors" in daf(*asked).out
 
 
 def test_a_plan_that_adds_no_noise_says_none(daf: Daf) -> None:

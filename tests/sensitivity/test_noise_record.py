@@ -11,13 +11,15 @@ from daf.session.noise_controller import NoiseRecord, Response
 
 
 def test_a_record_is_a_line_of_json() -> None:
-    found = NoiseRecord(3, 1.0, 1.0, 0.1, Response.NO_ROOM)
+    found = NoiseRecord(3, 1.0, 1.0, 0.1, Response.NO_ROOM, 0.001, 0.002)
     assert json.loads(json.dumps(found.as_dict())) == {
         "step": 3,
         "added_variance": 1.0,
         "batch_variance": 1.0,
         "tolerance": 0.1,
         "response": "no room",
+        "squared_bias": 0.001,
+        "squared_bias_error": 0.002,
         "relative_noise": 1.0,
     }
 

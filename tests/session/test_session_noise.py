@@ -428,6 +428,63 @@ def test_a_new_measurement_plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         assert session.noise_history[-1].relative_noise == pytest.approx(old)
 
 
+def test_codes_that_are_biased_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much noise is asked for: bias adds up, so no tolerance allows it."""
+    batch = images()
+    with session_for(Branches(), roomy_budget(), policy="quantize", tolerance=1e9) as session:
+        session.step(batch, cross_entropy)
+        profile, found = session.profile, session.sensitivity
+        assert profile is not None
+        assert found is not None
+        selector = session._plan_controller.selector
+        selector.allow(CODES_ONLY)
+        budget = planned.least_budget(profile, policy="2-bit", allowed=CODES_ONLY)
+        selector.reweigh(Profiles(session.noise.tracker.weighed(profile)), budget)
+        before = session.plan
+        assert before is not None
+        budget += 2_000_000
+        context = session._context(batch, cross_entropy)
+        for bias in (0.003, 0.03):
+            known = replace(found, squared_bias=bias, squared_bias_error=0.001)
+            measure = partial(replace, known)  # a copy
+            monkeypatch.setattr(
+                sensitivity_tracker, "measure_sensitivity", lambda *_, made=measure, **__: made()
+            )
+            session.noise.tracker.schedule.trained_ms = 1e9
+            told = session.noise.after_step(context, before, 1.0, budget)
+            assert told["squared_bias"] == bias
+            context = replace(context, index=context.index + 1)
+            session.noise.tracker.sensitivity = None  # the next is no average
+        after = session.plan
+        assert after is not None
+        assert after.added_noise < before.added_noise
+        assert after.predicted_peak_bytes <= budget
+        doubtful, sure = session.noise_history[-2:]
+        assert (doubtful.response, sure.response) == (None, Response.WIDENED)
+        assert (sure.squared_bias, sure.squared_bias_error) == (0.03, 0.001)
+
+
+def test_a_bias_is_told_once_where_codes_are_the_user_s(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, batch = session_for(Branches(), bits=1, tolerance=1e9), images()
+    measure = sensitivity_tracker.measure_sensitivity
+
+    def biased(*given: Any, **named: Any) -> Sensitivity:
+        return replace(measure(*given, **named), squared_bias=0.03, squared_bias_error=0.001)
+
+    monkeypatch.setattr(sensitivity_tracker, "measure_sensitivity", biased)
+    with caplog.at_level(logging.WARNING, "daf"):
+        for _ in range(2):
+            session.noise.tracker.schedule.trained_ms = 1e9
+            session.step(batch, cross_entropy)
+    assert [record.response for record in session.noise_history] == [Response.NO_ROOM] * 2
+    assert len(caplog.records) == 1
+    assert "0.0300 of the gradient's square are errors of codes that do not average" in caplog.text
+    assert session.plan is not None
+    assert session.plan.policy.name == "1-bit"
+
+
 def test_too_much_noise_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     session, batch = session_for(Branches(), bits=1, tolerance=1e-4), images()
     with caplog.at_level(logging.WARNING, "daf"):

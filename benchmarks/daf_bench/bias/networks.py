@@ -81,6 +81,24 @@ def top(h: Tensor, *, count: int) -> Tensor:
     return torch.zeros_like(h).scatter(1, found.indices, found.values)
 
 
+def by_hand_softmax(h: Tensor) -> Tensor:
+    """A softmax of a user's own."""
+    powers = (h - h.amax(-1, keepdim=True)).exp()
+    return powers / powers.sum(-1, keepdim=True)
+
+
+class GatedByNeighbours(nn.Module):
+    """Pixels times a depthwise convolution of themselves, as in Visual Attention Networks."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.gate = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x * self.gate(x)
+        return found
+
+
 def _rows(*layers: nn.Module, width: int = WIDTH) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers), torch.randn(ROWS, width)
 
@@ -188,12 +206,18 @@ def _plain_networks() -> dict[str, Build]:
         "top_8": lambda: _function(partial(top, count=8)),
         "top_32": lambda: _function(partial(top, count=32)),
         "softmax": lambda: _function(partial(torch.softmax, dim=-1)),
+        "cube": lambda: _function(lambda h: h * h * h),
+        "fourth_power": lambda: _function(lambda h: h * h * h * h),
+        "polynomial": lambda: _function(lambda h: 1 + h + h * h / 2 + h * h * h / 6),
+        "softmax_by_hand": lambda: _function(by_hand_softmax),
+        "unit_rows": lambda: _function(F.normalize),
         "gated": lambda: _rows(nn.RMSNorm(WIDTH), Gated(WIDTH, WIDE)),
         "attention": lambda: _sequence(lambda: Attention(64, masked=False)),
         "causal_attention": lambda: _sequence(lambda: Attention(64, masked=True)),
         "convolution": lambda: _convolved(nn.ReLU()),
         "convolution_gelu": lambda: _convolved(nn.GELU()),
         "depthwise": lambda: _convolved(nn.ReLU(), groups=16),
+        "gated_by_neighbours": lambda: _convolved(GatedByNeighbours(16)),
         "max_pool": lambda: _convolved(nn.ReLU(), nn.MaxPool2d(2)),
         "average_pool": lambda: _convolved(nn.ReLU(), nn.AvgPool2d(2)),
         "lstm": lambda: _sequence(lambda: First(nn.LSTM(64, 64, batch_first=True))),

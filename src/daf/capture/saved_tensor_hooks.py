@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from daf.codecs.layout import content_key
 from daf.core.errors import CodecError
 from daf.core.policy import DERIVED, KEEP, RECOMPUTE, Need, Policy, Site, Treatment
 from daf.recompute.holder import ReplayKeeper
@@ -182,6 +183,8 @@ class SavedTensorHooks:
             return Need.INTEGER
         if need is Need.LINEAR and _may_be_noise(saved, tensor, operator, call):
             return Need.TWO_VALUED
+        if _is_factor(saved) and self._state.sources.of(tensor).knows(_factor(saved)):
+            return Need.PRODUCT  # of another call: by one code the two errors would multiply
         return need
 
     def _settle_one(self, saved: SavedTensor, need: Need, record: SiteRecord, call: Call) -> None:
@@ -203,6 +206,8 @@ class SavedTensorHooks:
                 function = self._state.provenance.function_of(tensor, saved.version)
                 save = save._replace(derived_by=function)
             self.watcher.saved(save)
+        if _is_factor(saved):
+            sources[0].remember(_factor(saved), held)
         saved.settle(held, plain)
 
     def _plain(self, saved: SavedTensor, sources: tuple[Source, ...]) -> tuple[Plain, ...]:
@@ -245,6 +250,19 @@ class SavedTensorHooks:
             return True
         leaf = parameter_behind(tensor)
         return leaf is not None and leaf is not tensor and self.is_constant(leaf)
+
+
+def _is_factor(saved: SavedTensor) -> bool:
+    """True if this is a factor of a product by elements, which codes may hold."""
+    node, tensor = saved.node, saved.tensor
+    is_product = node is not None and node.name() == "MulBackward0"
+    return is_product and tensor is not None and is_treatable(tensor)
+
+
+def _factor(saved: SavedTensor) -> tuple[Any, ...]:
+    """Return the key of a factor's content among all that was saved of its storage."""
+    assert saved.tensor is not None
+    return "factor", *content_key(saved.tensor, saved.version)
 
 
 def _may_be_noise(saved: SavedTensor, tensor: Tensor, operator: str, call: Call) -> bool:

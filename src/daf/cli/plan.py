@@ -61,6 +61,12 @@ def _show_noise(console: Console, noise: dict[str, Any]) -> None:
         f"at most {noise['tolerance']:.3g}",
         highlight=False,
     )
+    if (bias := noise["squared_bias"]) is not None:
+        console.print(
+            f"of the gradient's square {bias:.4f} ± {noise['squared_bias_error']:.4f} are errors "
+            "that do not average out",
+            highlight=False,
+        )
     rows = []
     for row in noise["sites"][:WORST_SITES]:
         share = f"{row['added_noise'] / noise['added_noise']:.0%}"

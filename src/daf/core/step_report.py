@@ -20,8 +20,10 @@ class StepReport:
 
     ``added_variance``: expected from codes, beside the batch's own ``batch_variance``: squared
     lengths of the mean loss's gradient, or of the steps of an optimizer that divides by it (None:
-    not measured yet). ``measuring_ms``: spent measuring them after the step. ``rolled_back_to``:
-    the run had diverged; the model is as after that many steps, and codes are wider.
+    not measured yet). ``squared_bias``: what of codes' errors does not average out, over the
+    gradient's square, as last measured; perhaps below 0. ``measuring_ms``: spent measuring them
+    after the step. ``rolled_back_to``: the run had diverged; the model is as after that many steps,
+    and codes are wider.
     ``gradient_norm``: before it was clipped (None: it was not asked for).
     """
 
@@ -41,6 +43,7 @@ class StepReport:
     rolled_back_to: int | None = None
     swapped_bytes: int = 0
     gradient_norm: float | None = None
+    squared_bias: float | None = None
 
     @property
     def charged_peak_bytes(self) -> int:
@@ -58,7 +61,7 @@ class StepReport:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the peak beside the budget, and what was done."""
-        noise, norm = self.added_noise, self.gradient_norm
+        noise, bias, norm = self.added_noise, self.squared_bias, self.gradient_norm
         known = {
             "loss": f"{self.loss:.6g}",
             "time": f"{self.step_ms:.1f} ms",
@@ -67,6 +70,7 @@ class StepReport:
             "over the budget": format_bytes(self.overrun_bytes) if self.overrun_bytes else None,
             "overdrafts": format_bytes(self.overdraft_bytes) if self.overdraft_bytes else None,
             "noise added by codes": None if noise is None else f"{noise:.2%} of the batch's own",
+            "their squared bias": None if bias is None else f"{bias:.2%} of the gradient's square",
             "gradient norm": None if norm is None else f"{norm:.4g}",
             "rolled back to step": self.rolled_back_to,
         }

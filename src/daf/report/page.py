@@ -124,6 +124,9 @@ def _tiles(run: Run) -> Markup:
     noise = run_charts.last_noise(run)
     if noise is not None:
         cells.append((f"{noise:.3f}", "noise that codes add to the gradient ÷ the batch's own"))
+    if (bias := run_charts.last_bias(run)) is not None:
+        words = "of the gradient's square are errors of codes that do not average out"
+        cells.append((f"{bias:.2%}", words))
     if summary["metric"] is not None:
         name = str(summary["metric_name"]).replace("_percent", " (percent)").replace("_", " ")
         cells.append((f"{summary['metric']:.4g}", f"{name} at the end"))

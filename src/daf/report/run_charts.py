@@ -149,6 +149,12 @@ def last_noise(run: Run) -> float | None:
     return added[-1][1] / own[-1][1] if added and own and own[-1][1] else None
 
 
+def last_bias(run: Run) -> float | None:
+    """Return codes' last squared bias ÷ the gradient's square; None if not measured."""
+    found = run.points_of("squared_bias")
+    return found[-1][1] if found else None
+
+
 def curve(run: Run, key: str, style: str, name: str | None = None) -> list[Series]:
     """Return a quantity over steps; a long one as a faint line and its running mean."""
     points = run.points_of(key)

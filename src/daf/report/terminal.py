@@ -11,7 +11,7 @@ from rich.text import Text
 
 from daf.core.units import format_bytes
 from daf.report.comparison import COLUMNS, findings, row
-from daf.report.run_charts import ADDED, last_noise, waterfall
+from daf.report.run_charts import ADDED, last_bias, last_noise, waterfall
 from daf.report.runs import Run
 from daf.report.scale import number, thinned
 from daf.report.treatments import COLOURS, strips_of, totals_by_method
@@ -70,6 +70,8 @@ def _lines(run: Run) -> Table:
     noise = last_noise(run)
     if noise is not None:
         grid.add_row("", "", f"{noise:.3f} of the batch's own noise at the end")
+    if (bias := last_bias(run)) is not None:
+        grid.add_row("", "", f"{bias:.2%} of the gradient's square does not average out")
     return grid
 
 

@@ -164,6 +164,10 @@ class Source:
         found = reference() if reference is not None else None
         return found if isinstance(found, kind) else None
 
+    def knows(self, key: Hashable) -> bool:
+        """True if anything alive stands for the content of ``key``."""
+        return self.recall(key, object) is not None
+
 
 class Sources:
     """The sources alive now, by storage; external storages have none."""

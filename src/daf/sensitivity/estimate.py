@@ -57,6 +57,7 @@ class Effort:
     local: int = 2  # redraw the inputs of products
     others: int = 24  # at most; redraw the rest, a site or alike group each
     micro_batches: int = 4  # take one pass together and measure the batch's own noise
+    bias: int = 4  # passes of the first micro-batch, all codes redrawn
     buckets: int = BUCKETS
 
 
@@ -73,6 +74,7 @@ def measure_sensitivity(
     capture: Capture | None = None,
     relative: bool = False,
     cut: BatchCut | None = None,
+    running: Policy | None = None,
 ) -> Sensitivity:
     """Measure what every site that ``policy`` codes adds to the gradient's squared error.
 
@@ -82,7 +84,7 @@ def measure_sensitivity(
             NaN raise NonFiniteLossError.
         batch: any nest of tensors; a part of a training batch serves as well.
         policy: its codes are measured; two bits everywhere are a good choice.
-        effort: numbers of passes; the default costs 28 training steps on ``batch`` at most.
+        effort: numbers of passes; the default costs 29 training steps on ``batch`` at most.
         seed, step_index: determine the codes' ordinary seeds.
         separate_codes: give every site a code of its own, and so a value of its own (for planning).
             False measures the policy as it runs, where one code may serve several sites and is
@@ -91,8 +93,9 @@ def measure_sensitivity(
         relative: count errors beside each parameter's own gradient, as in steps
             of an optimizer that ``divides_by_gradients``.
         cut: how the batch is cut into micro-batches; None: the likeliest way.
+        running: whose codes' bias is measured; None: that of ``policy``.
     """
-    effort = effort or Effort()
+    effort, running = effort or Effort(), running or policy
     if separate_codes:
         policy = replace(policy, rederive=False, operators=policy.operators - {"batch_norm"})
     with preserved_state(model, loss_fn) as snapshot:
@@ -106,7 +109,7 @@ def measure_sensitivity(
             buckets=effort.buckets,
             cut=cut or likely_cut(batch),
         )
-        return _Measurement(passes, batch, policy, effort, relative).run()
+        return _Measurement(passes, batch, policy, running, effort, relative).run()
 
 
 @dataclass(eq=False)
@@ -116,6 +119,7 @@ class _Measurement:
     passes: Passes
     batch: Any
     policy: Policy
+    running: Policy
     effort: Effort
     relative: bool
 
@@ -148,6 +152,7 @@ class _Measurement:
         if self.relative:
             values = _unknown_as_usual(values)
         own, own_error = self._batch_variance()
+        bias, bias_error = self._squared_bias()
         examples = self._cut.size(self.batch)
         return Sensitivity(
             MappingProxyType(values),
@@ -157,6 +162,8 @@ class _Measurement:
             batch_variance=own,
             batch_variance_error=own_error,
             relative=self.relative,
+            squared_bias=bias,
+            squared_bias_error=bias_error,
         )
 
     def _relative_counts(self, elements: Tensor) -> Tensor:
@@ -204,17 +211,45 @@ class _Measurement:
             error = max(error, value)
         return {site: SiteSensitivity(value, error, self._priors[site].prior) for site in group}
 
-    def _sketch_micro_batches(self) -> list[Tensor]:
-        """Return equal micro-batches' gradients without codes; none if the batch is too small."""
+    def _squared_bias(self) -> tuple[float | None, float]:
+        """Return what of all codes' errors does not average out, over the gradient's square.
+
+        Both of the first micro-batch, plain and coded from one random state. The mean of S errors
+        is longer than their bias by their variance / S (squares), which is taken off. None where
+        nothing of so small a batch is coded.
+        """
+        count = self.effort.bias
+        if count < 2 or not self._micro_batch_sketches:
+            return None, 0.0
+        plain, part = self._micro_batch_sketches[0], self._micro_batches()[0]
+        coded = [self.passes.sketch(part, self.running, later=1 + draw) for draw in range(count)]
+        errors = torch.stack(coded) - plain
+        if not errors.any():
+            return None, 0.0
+        squares = errors.mean(0).square() - errors.var(0) / count
+        energy = float(plain.square().sum(1) @ self._counts) or 1.0
+        deviation = float((_scatter(squares) * self._counts).square().sum().sqrt())
+        return float(squares.sum(1) @ self._counts) / energy, deviation / energy
+
+    def _micro_batches(self) -> list[Any]:
+        """Return equal micro-batches; none if the batch is too small."""
         size, count = self._cut.size(self.batch), self.effort.micro_batches
         if min(size, count) < 2:
             return []
         whole = size // min(size, count)
         cut = self._cut.parts(self.batch, whole)
-        parts = [part for part in cut if self._cut.size(part) == whole]
-        chunk_bytes = self.policy.chunk_bytes
-        chunk_bytes = chunk_bytes and max(1, int(chunk_bytes * (whole / size)))
-        chunked = self.policy.chunked
+        return [part for part in cut if self._cut.size(part) == whole]
+
+    def _sketch_micro_batches(self) -> list[Tensor]:
+        """Return micro-batches' gradients without codes."""
+        parts, chunk_bytes, chunked = (
+            self._micro_batches(),
+            self.policy.chunk_bytes,
+            self.policy.chunked,
+        )
+        if chunk_bytes and parts:
+            share = self._cut.size(parts[0]) / self._cut.size(self.batch)
+            chunk_bytes = max(1, int(chunk_bytes * share))
         exact = with_chunked_operators(exact_policy(), chunk_bytes, chunked=chunked)
         return [self.passes.sketch(part, exact) for part in parts]
 

@@ -107,15 +107,18 @@ class Passes:
         draws: Mapping[Site, int] | None = None,
         around: Around = nullcontext,
         elements: Tensor | None = None,
+        later: int = 0,
     ) -> Tensor:
         """Return (parameters, buckets), the sketched gradient; raises NonFiniteLossError.
 
-        ``elements``: (parameters,), receives how many elements of each have a gradient.
+        ``later``: take all codes' seeds of so many steps later. ``elements``: (parameters,),
+        receives how many elements of each have a gradient.
         """
         self.snapshot.restore_random()
         examples = (self.cut or likely_cut(batch)).size(batch)
         self.examples += examples
-        step = self.capture.step(policy, self.seed, self.step_index, batch=batch, draws=draws or {})
+        index = self.step_index + later
+        step = self.capture.step(policy, self.seed, index, batch=batch, draws=draws or {})
         with torch.enable_grad():
             with around(), step:
                 loss = read_loss(self.loss_fn(self.model, batch), examples).mean

@@ -12,6 +12,12 @@ from daf.core.errors import DataError
 from daf.core.json_dataclasses import from_plain, to_plain
 from daf.core.policy import Site, Treatment
 
+# The most of the gradient's square that errors of codes should make which do not average out: what
+# they make at two bits (``daf bench bias``). A measurement tells more beyond so many errors of its
+# own, as it is made by few passes.
+SQUARED_BIAS = 0.0005
+_SURE_DEVIATIONS = 3.0
+
 
 @dataclass(frozen=True, slots=True)
 class SiteSensitivity:
@@ -33,7 +39,9 @@ class Sensitivity:
 
     ``batch_variance``: the gradient's squared deviation from batch to batch (None: a single example
     cannot tell). It and the codes' variances fall as 1 / ``examples``, so their ratio holds for
-    other batch sizes; ``relative`` ones need not, but do so together.
+    other batch sizes; ``relative`` ones need not, but do so together. ``squared_bias``: what of
+    the running codes' errors does not average out, over the gradient's square; an estimate without
+    a bias of its own, so perhaps below 0 (None: not measured).
     """
 
     sites: Mapping[Site, SiteSensitivity]
@@ -43,6 +51,8 @@ class Sensitivity:
     batch_variance: float | None = None
     batch_variance_error: float = 0.0  # its standard error
     relative: bool = False  # errors count beside each parameter's own gradient
+    squared_bias: float | None = None
+    squared_bias_error: float = 0.0  # its standard error
 
     def weights(self) -> dict[Site, float]:
         """Return planning weights, 1 on average; a site without one counts 1."""
@@ -64,9 +74,16 @@ class Sensitivity:
     def is_finite(self) -> bool:
         """True if every number is finite: a gradient that overflows says nothing."""
         own = self.batch_variance or 0.0
-        return all(map(math.isfinite, (own, self.gradient_energy))) and all(
+        numbers = (own, self.gradient_energy, self.squared_bias or 0.0)
+        return all(map(math.isfinite, numbers)) and all(
             math.isfinite(each.at_least) for each in self.sites.values()
         )
+
+    @property
+    def is_biased(self) -> bool:
+        """True if the squared bias is above ``SQUARED_BIAS`` beyond doubt."""
+        sure = (self.squared_bias or 0.0) - _SURE_DEVIATIONS * self.squared_bias_error
+        return sure > SQUARED_BIAS
 
     def added_variance(self, treatments: Mapping[Site, Treatment]) -> float:
         """Return the expected squared gradient error; sites not measured add 0."""
@@ -112,7 +129,14 @@ class Sensitivity:
             error = _mixed_error(scaled.batch_variance_error, error)
         energy = _mixed(self.gradient_energy, newer.gradient_energy)
         passes = self.passes + newer.passes
-        return Sensitivity(sites, energy, newer.examples, passes, own, error, newer.relative)
+        return replace(
+            newer,
+            sites=sites,
+            gradient_energy=energy,
+            passes=passes,
+            batch_variance=own,
+            batch_variance_error=error,
+        )
 
     def variance_of(self, examples: int) -> float | None:
         """Return ``batch_variance`` of a batch of ``examples`` examples."""

@@ -60,12 +60,11 @@ MEASURED_UNDER = coded_policy(MEASURED_BITS, score_bits=LEAST_SCORE_BITS)
 PART = 4  # a measurement takes this part of a batch
 SMALLEST_PART = 4  # examples
 _EFFORT = Effort()
-PASSES = 1 + _EFFORT.local + _EFFORT.others + 1  # the base pass, redraws, all micro-batches
+# The base pass, redraws, all micro-batches, redraws of one.
+PASSES = 1 + _EFFORT.local + _EFFORT.others + 2
 _BYTES_PER_NUMBER = 8
-# Of the base pass, micro-batches and local passes; some stacked to compare; differences.
-_SKETCHES = (
-    1 + _EFFORT.micro_batches + _EFFORT.local + max(1 + _EFFORT.local, _EFFORT.micro_batches) + 2
-)
+# Of the base pass, micro-batches and the passes that are compared; those stacked; differences.
+_SKETCHES = 1 + _EFFORT.micro_batches + 2 * max(1 + _EFFORT.local, _EFFORT.bias) + 2
 
 
 def _effort(examples: int) -> Effort:
@@ -151,6 +150,7 @@ class SensitivityTracker(Resumable):
         self,
         context: StepContext,
         room: Room | None,
+        running: Policy,
         *,
         policy: Policy | None = None,
         pool_bytes: int | None = None,
@@ -158,6 +158,7 @@ class SensitivityTracker(Resumable):
         """Measure now, if it fits ``room`` (None: no budget); True if there are new numbers.
 
         ``policy`` is measured as it runs, a code serving several sites; None: every site by itself.
+        ``running``: whose bias is measured.
         """
         if not self._is_on or self.refusal:
             return False
@@ -169,7 +170,7 @@ class SensitivityTracker(Resumable):
         start_s = time.perf_counter()
         self.is_measuring = True
         try:
-            found = self._guarded(context, room, examples, policy, pool_bytes)
+            found = self._guarded(context, room, examples, running, policy, pool_bytes)
         finally:
             self.is_measuring = False
             self.last_ms = 1000.0 * (time.perf_counter() - start_s)
@@ -207,6 +208,7 @@ class SensitivityTracker(Resumable):
         context: StepContext,
         room: Room | None,
         examples: int,
+        running: Policy,
         policy: Policy | None,
         pool_bytes: int | None,
     ) -> Sensitivity | None:
@@ -228,6 +230,7 @@ class SensitivityTracker(Resumable):
                 capture=capture,
                 relative=self.is_relative,
                 cut=context.choice.cut,
+                running=running,
             )
         except NonFiniteLossError:
             pass

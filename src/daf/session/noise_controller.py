@@ -24,6 +24,7 @@ from daf.memory.domain import MemoryDomain
 from daf.planning.bit_widths import is_lossy, one_bit_wider
 from daf.planning.noise import expected_noise
 from daf.planning.planner import DEFAULT_TOLERANCE
+from daf.sensitivity.result import SQUARED_BIAS
 from daf.sensitivity.tracker import Room, SensitivityTracker
 from daf.session.plan_selector import PlanSelector
 from daf.step.context import StepContext
@@ -42,13 +43,19 @@ class Response(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NoiseRecord:
-    """One measurement's noise: squared lengths of errors of gradients or steps."""
+    """One measurement's noise: squared lengths of errors of gradients or steps.
+
+    ``squared_bias``: what of the codes' errors does not average out, over the gradient's square;
+    counted apart, as no tolerance makes it less (None: not measured).
+    """
 
     step: int
     added_variance: float
     batch_variance: float
     tolerance: float  # the bound of the noise, relative to the batch's
-    response: Response | None = None  # None unless the noise exceeds it
+    response: Response | None = None  # None unless the noise exceeds it, or codes are biased
+    squared_bias: float | None = None
+    squared_bias_error: float = 0.0  # its standard error
 
     @property
     def relative_noise(self) -> float:
@@ -100,9 +107,8 @@ class NoiseController:
         if self.tracker.sensitivity is None and plan.added_noise > 0.0:
             resident = self.memory.held_bytes()
             room = Room(profiles.own, profiles.of(plan), budget_bytes)
-            self.tracker.measure(
-                replace(context, index=0), room, pool_bytes=self.capture.pool_bytes
-            )
+            first, pool_bytes = replace(context, index=0), self.capture.pool_bytes
+            self.tracker.measure(first, room, plan.policy, pool_bytes=pool_bytes)
             # Measuring loads code and leaves small blocks in the allocator; both stay.
             profiles = profiles.beside(max(0, self.memory.held_bytes() - resident))
         return self.weighed(profiles)
@@ -131,7 +137,7 @@ class NoiseController:
 
     def after_step(
         self, context: StepContext, running: Plan, step_ms: float, budget_bytes: int | None
-    ) -> dict[str, float]:
+    ) -> dict[str, float | None]:
         """Count a step's noise; measure if that is due, then plan anew if there is a budget.
 
         Returns the ``StepReport``'s fields on noise and on the time to measure it.
@@ -145,14 +151,14 @@ class NoiseController:
         before_ms = schedule.measured_ms
         if is_lossy(running.policy) and self.tracker.is_due(context.info.examples, step_ms):
             self._measure(context, running, budget_bytes)
-        measured = {"measuring_ms": schedule.measured_ms - before_ms}
+        measured: dict[str, float | None] = {"measuring_ms": schedule.measured_ms - before_ms}
         self._count(running)
         found = self.tracker.sensitivity
         own = None if found is None else found.variance_of(context.info.examples)
         if not own:
             return measured
-        added = own * self._relative_noise()
-        return measured | {"added_variance": added, "batch_variance": own}
+        measured |= {"added_variance": own * self._relative_noise(), "batch_variance": own}
+        return measured | {"squared_bias": found.squared_bias if found else None}
 
     def _measure(self, context: StepContext, running: Plan, budget_bytes: int | None) -> None:
         room = None
@@ -160,12 +166,16 @@ class NoiseController:
         if profiles is not None and budget_bytes is not None:
             modelled_bytes = self.selector.modelled(budget_bytes)
             room = Room(profiles.own, profiles.of(running), modelled_bytes)
-        policy, pool_bytes = None if room else running.policy, self.capture.pool_bytes
-        if not self.tracker.measure(context, room, policy=policy, pool_bytes=pool_bytes):
+        ran, pool_bytes = running.policy, self.capture.pool_bytes
+        policy = None if room else ran
+        if not self.tracker.measure(context, room, ran, policy=policy, pool_bytes=pool_bytes):
             return
         has_widened = False
         if room is not None and budget_bytes is not None:
             has_widened = self._replan(running, budget_bytes)
+            found = self.tracker.sensitivity
+            if not has_widened and found is not None and found.is_biased:
+                has_widened = self.widen(budget_bytes)
         elif self.selector.plan is not None:
             self.selector.change_policy(self.with_weights(running.policy))
         self._count(running)
@@ -190,19 +200,15 @@ class NoiseController:
         if found is None or not found.batch_variance or self.tolerance == 0.0 or is_old:
             return
         own, tolerance = found.batch_variance, max(self.tolerance, LEAST_TOLERANCE)
-        record = NoiseRecord(index, self._relative_noise() * own, own, tolerance)
-        if record.exceeds:
+        bias, error = found.squared_bias, found.squared_bias_error
+        record = NoiseRecord(index, self._relative_noise() * own, own, tolerance, None, bias, error)
+        if record.exceeds or found.is_biased:
             response = Response.WIDENED if has_widened else Response.NO_ROOM
             record = replace(record, response=response)
         self.history.append(record)
         if record.response is Response.NO_ROOM and not self._has_warned:
             self._has_warned = True
-            self.tell(
-                f"at step {record.step} codes add {record.relative_noise:.2f} of the batch's own "
-                f"gradient noise, and {record.tolerance:.2f} were asked for at most; training goes "
-                "on, because there is no room for more bits: raise the budget, the bits or the "
-                "batch if the loss suffers"
-            )
+            self.tell(_too_much(record))
 
     def _count(self, running: Plan) -> None:
         """Predict each site's noise anew if the plan, sensitivities or profile changed."""
@@ -243,6 +249,22 @@ class NoiseController:
         """Go on from ``state_dict``."""
         self.tracker.load_state_dict(state["tracker"])
         self._has_warned = state["is_told"]
+
+
+def _too_much(record: NoiseRecord) -> str:
+    found = (
+        f"codes add {record.relative_noise:.2f} of the batch's own gradient noise, and "
+        f"{record.tolerance:.2f} were asked for at most"
+    )
+    if not record.exceeds:
+        found = (
+            f"{record.squared_bias:.4f} of the gradient's square are errors of codes that do not "
+            f"average out, and at most {SQUARED_BIAS} should be"
+        )
+    return (
+        f"at step {record.step} {found}; training goes on, because there is no room for more bits: "
+        "raise the budget, the bits or the batch if the loss suffers"
+    )
 
 
 def _growth(report: SiteReport) -> float:

@@ -73,7 +73,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
 
 def _noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
     """Return the codes' expected variance ÷ the batch's own, by site, most first; None: none."""
-    profile = session.profile_of(plan)
+    profile, found = session.profile_of(plan), session.sensitivity
     if profile is None:
         return None
     by_site = expected_noise(profile, plan.policy, plan.micro_batch)
@@ -95,7 +95,9 @@ def _noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
     return {
         "added_noise": sum(by_site.values()),
         "tolerance": session.noise.tolerance,
-        "is_measured": session.sensitivity is not None,
+        "is_measured": found is not None,
+        "squared_bias": None if found is None else found.squared_bias,
+        "squared_bias_error": None if found is None else found.squared_bias_error,
         "sites": rows,
     }
 

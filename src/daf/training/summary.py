@@ -72,7 +72,8 @@ def noise_of(job: TrainingJob) -> dict[str, Any] | None:
     """Return the measured noise; None if none was measured.
 
     Variances are squared lengths: of the gradient of a measured part's mean loss (``examples``), or
-    of steps divided by it (``relative``). Their ratio holds for the batch. ``overhead``: measuring
+    of steps divided by it (``relative``). Their ratio holds for the batch. ``squared_bias``: what
+    of the codes' errors does not average out, over the gradient's square. ``overhead``: measuring
     time ÷ training time.
     """
     found, history = job.session.sensitivity, job.session.noise_history
@@ -87,6 +88,8 @@ def noise_of(job: TrainingJob) -> dict[str, Any] | None:
         "examples": found.examples,
         "batch_variance": found.batch_variance,
         "relative": found.relative,
+        "squared_bias": found.squared_bias,
+        "squared_bias_error": found.squared_bias_error,
         "added_noise": sum(job.session.noise.by_site.values()),
         "by_site": {str(site): noise for site, noise in job.session.noise.by_site.items()},
         "last_record": last,
