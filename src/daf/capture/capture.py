@@ -61,6 +61,7 @@ from daf.saved_tensors.sites import SiteTracker
 from daf.saved_tensors.state import Evictions, SavedTensorState
 from daf.torch_compat.autograd_graph import saved_tensor_hooks
 from daf.torch_compat.compiled_modules import CompiledModules
+from daf.torch_compat.modules import OwnHook
 from daf.torch_compat.operator_mode import OperatorMode
 from daf.torch_compat.parameter_reads import ParameterReads
 from daf.torch_compat.pytree import tensors_in_batch
@@ -313,5 +314,5 @@ class Capture:
         if compiled.is_traced(self.model):
             yield
             return
-        with self.model.register_forward_pre_hook(note, with_kwargs=True):
+        with self.model.register_forward_pre_hook(OwnHook(note), with_kwargs=True):
             yield

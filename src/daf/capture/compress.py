@@ -23,9 +23,10 @@ from daf.offload.spill import SpillOptions
 from daf.pool.paged_pool import make_store
 from daf.saved_tensors.sites import mix_key
 from daf.torch_compat.autograd_graph import version_of
+from daf.torch_compat.modules import Uncopied
 
 
-class compress:  # noqa: N801 - used as a statement, like torch.no_grad
+class compress(Uncopied):  # noqa: N801 - used as a statement, like torch.no_grad
     """Hold what autograd saves inside the ``with`` as codes; see the module for an example.
 
     Enter one object once for every step; ``stats`` and ``sites()`` report the last one. Every entry

@@ -26,6 +26,7 @@ from daf.saved_tensors import observation, packed_tensor
 from daf.saved_tensors.ledger import Source, gradient_bytes
 from daf.torch_compat.autograd_graph import bytes_of, is_strided, version_of, without_torch_function
 from daf.torch_compat.compiled_modules import CompiledModules
+from daf.torch_compat.modules import OwnHook
 from daf.torch_compat.pytree import tensors_in_batch
 
 _KEPT_ANYWAY = (Need.EXACT, Need.INPUT)  # needs that only keeping, or placing elsewhere, can serve
@@ -108,9 +109,9 @@ class Observer:
 
     def _register_hooks(self) -> Iterator[Any]:
         for path, module in CompiledModules(self._model).replayable():
-            enter = partial(self._enter, path)
+            enter = OwnHook(partial(self._enter, path))
             yield module.register_forward_pre_hook(enter, with_kwargs=True)
-            yield module.register_forward_hook(self._leave, always_call=True)
+            yield module.register_forward_hook(OwnHook(self._leave), always_call=True)
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 note = self._note_gradient

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from daf.core.policy import KEEP, Need, Site, Treatment
 from daf.core.reports import SiteReport
 from daf.torch_compat.compiled_modules import CompiledModules
+from daf.torch_compat.modules import OwnHook
 
 OUTSIDE = "<outside>"  # the module path of operators that run in no module, such as a loss function
 _WORD = 2**64
@@ -124,16 +125,9 @@ class SiteTracker:
             yield global_hooks.register_module_forward_hook(self._leave, always_call=True)
             return
 
-        # Functions, which a copy of the model shares; methods would be copied with all of this.
-        def enter(module: nn.Module, inputs: Any) -> None:
-            self._enter(module, inputs)
-
-        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._leave(module, inputs, output)
-
         for _, module in compiled.hookable():
-            yield module.register_forward_pre_hook(enter)
-            yield module.register_forward_hook(leave, always_call=True)
+            yield module.register_forward_pre_hook(OwnHook(self._enter))
+            yield module.register_forward_hook(OwnHook(self._leave), always_call=True)
 
     @contextmanager
     def at_the_top(self, thread: int = 0) -> Iterator[None]:

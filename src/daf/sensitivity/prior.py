@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.torch_compat.compiled_modules import CompiledModules
-from daf.torch_compat.modules import AnyBatchNorm
+from daf.torch_compat.modules import AnyBatchNorm, OwnHook
 
 _NORMS = (AnyBatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _PRODUCT_DIMENSIONS = 2  # a weight of fewer is a scale or a bias
@@ -60,7 +60,8 @@ class PriorObserver:
         with ExitStack() as hooks:
             for path, module in CompiledModules(self._model).hookable():
                 if product_weight(module) is not None or isinstance(module, _NORMS):
-                    hooks.callback(module.register_forward_hook(partial(self._note, path)).remove)
+                    note = OwnHook(partial(self._note, path))
+                    hooks.callback(module.register_forward_hook(note).remove)
             yield
 
     def _note(self, path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

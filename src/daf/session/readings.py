@@ -16,9 +16,10 @@ from daf.sensitivity.result import Sensitivity
 from daf.session.budget_controller import BudgetChange
 from daf.session.factory import SessionParts
 from daf.session.noise_controller import NoiseController, NoiseRecord
+from daf.torch_compat.modules import Uncopied
 
 
-class SessionReadings:
+class SessionReadings(Uncopied):
     """The read-only properties of ``Session``."""
 
     model: nn.Module

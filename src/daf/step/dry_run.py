@@ -20,7 +20,7 @@ from daf.operators.protocol import OperatorCall
 from daf.step.batch_cut import BatchCut
 from daf.step.microbatch import LossFunction, likely_cut
 from daf.step.state_snapshot import preserved_state
-from daf.torch_compat.modules import modules_of
+from daf.torch_compat.modules import OwnHook, modules_of
 from daf.torch_compat.operator_mode import OperatorMode
 
 EXAMPLES = 4  # batch statistics need several; tensors of fewer elements are not worth fusing
@@ -65,7 +65,7 @@ def build_lazy(model: nn.Module, batch: Any, loss_fn: LossFunction) -> None:
 
     with preserved_state(model, loss_fn), ExitStack() as stack:
         for each in lazy:  # after their own hooks, which build them
-            stack.callback(each.register_forward_pre_hook(note).remove)
+            stack.callback(each.register_forward_pre_hook(OwnHook(note)).remove)
         _on_few(lambda part: loss_fn(model, part), batch, EXAMPLES, likely_cut(batch))
     for buffer, value in built:
         buffer.copy_(value)

@@ -30,6 +30,7 @@ from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
 from daf.step.state_snapshot import StepSnapshot
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler import eagerly
+from daf.torch_compat.modules import OwnHook
 from daf.torch_compat.pytree import tensors_in_batch
 
 
@@ -304,6 +305,6 @@ def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str
 
     with torch.no_grad(), eagerly(), ExitStack() as hooks:  # compiled modules have hooks too
         for name, module in model.named_modules():
-            hooks.enter_context(module.register_forward_hook(partial(watch, name)))
+            hooks.enter_context(module.register_forward_hook(OwnHook(partial(watch, name))))
         run()
     return found[0] if found else "the loss function (every module's output is finite)"

@@ -14,7 +14,15 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from daf.core.replaced import Replaced
 from daf.torch_compat.autograd_graph import NO_TASK, graph_task
 
-__all__ = ["AnyBatchNorm", "Around", "around_calls", "modules_of", "parameters_of"]
+__all__ = [
+    "AnyBatchNorm",
+    "Around",
+    "OwnHook",
+    "Uncopied",
+    "around_calls",
+    "modules_of",
+    "parameters_of",
+]
 
 _WALKS = ("modules", "named_modules", "parameters", "named_parameters", "_named_members")
 
@@ -22,6 +30,30 @@ _WALKS = ("modules", "named_modules", "parameters", "named_parameters", "_named_
 Around = Callable[
     [nn.Module, tuple[Any, ...], dict[str, Any]], AbstractContextManager[object] | None
 ]
+
+
+class Uncopied:
+    """None in copies and pickles: a copy of a model that holds one trains under nothing."""
+
+    def __deepcopy__(self, _memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+class OwnHook:
+    """A hook of DAF's own on a module; on copies and in pickles of the module it does nothing."""
+
+    def __init__(self, run: Callable[..., Any] = lambda *_, **__: None) -> None:
+        self._run = run
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Run it."""
+        return self._run(*given, **named)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

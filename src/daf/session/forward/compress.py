@@ -28,14 +28,14 @@ from daf.memory import process_memory
 from daf.session.arguments import asked_memory, checked_tolerance
 from daf.session.forward.losses import Losses
 from daf.session.forward.runner import ForwardRunner
-from daf.torch_compat.modules import around_calls
+from daf.torch_compat.modules import Uncopied, around_calls
 
 _OF_MODEL = "_daf_budget"  # the attribute by which a model finds its own
 # A script that calls its layers one by one, and has many, is not planned for layer by layer.
 MOST_MODELS = 32
 
 
-class BudgetedForward:
+class BudgetedForward(Uncopied):
     """Runs one model's forward passes within a budget, inside ``with``.
 
     The model's calls inside are planned: codes, fusion and replay, never cut and never retried;
@@ -87,12 +87,6 @@ class BudgetedForward:
             self._around_losses.close()
             if self._runner is not None and exception[0] is None:
                 self._runner.end_losses()
-
-    def __deepcopy__(self, _memo: Any) -> None:
-        """A copy of the model (an average of its weights, say) trains under nothing."""
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()
 
     def running(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
