@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -52,8 +53,8 @@ def run_command(
     With --budget every model that it trains runs as under ``daf.compress``; without, under the
     recycling allocator. The program is as under ``python``, its exit code too.
     """
-    if not script.is_file():
-        raise DataError(f"asked to run {script}, which is no file; give the path of a program")
+    if not (script.is_file() and os.access(script, os.R_OK)):
+        raise DataError(f"asked to run {script}, which is no file; give a program that can be read")
     if budget is not None and (limit, cap, history) != (None, None, None):
         raise typer.BadParameter("--limit, --cap and --history go without --budget")
     if budget is None and (tolerance, report) != (None, None):
