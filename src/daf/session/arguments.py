@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -28,9 +28,8 @@ def policy_name(bits: int | str | None, policy: str | None, *, has_budget: bool)
     """Return the name of the planner's policy or level that was asked for; "optimal" by default.
 
     Raises:
-        UnknownNameError: no policy has that name or, under a budget, these bits.
+        UnknownNameError: no policy has that name or these bits.
         OptionError: both are given.
-        ValueError: ``bits`` names no policy.
     """
     if bits is not None and policy is not None:
         raise OptionError(
@@ -85,7 +84,7 @@ def fixed_policy(
 
     Raises:
         OptionError: ``fused`` was asked for under a budget.
-        ValueError: ``bits`` names no policy.
+        UnknownNameError: ``bits`` names no policy.
     """
     if fused and has_budget:
         raise OptionError(
@@ -99,7 +98,7 @@ def fixed_policy(
 
 def checked_tolerance(tolerance: float | None) -> float | None:
     """Return the tolerance as a float, or None; raises OptionError unless 0 or more."""
-    if tolerance is not None and not tolerance >= 0:
+    if tolerance is not None and not (isinstance(tolerance, (int, float)) and tolerance >= 0):
         raise OptionError(
             f"asked for a tolerance of {tolerance!r}; it is the noise that codes may add, relative "
             f"to the batch's own: 0 (exact) or more, by default {planner.DEFAULT_TOLERANCE}"
@@ -109,11 +108,22 @@ def checked_tolerance(tolerance: float | None) -> float | None:
 
 def checked_norm(max_grad_norm: float | None) -> float | None:
     """Return the most that a gradient's norm may be, or None; OptionError if not above 0."""
-    if max_grad_norm is not None and not max_grad_norm > 0:
+    is_number = isinstance(max_grad_norm, (int, float))
+    if max_grad_norm is not None and not (is_number and max_grad_norm > 0):
         raise OptionError(
             f"asked for max_grad_norm={max_grad_norm!r}; the norm to clip to is above 0, or None"
         )
     return max_grad_norm
+
+
+def check_trained(model: Any, *optimizers: Any) -> None:
+    """Raise OptionError unless these are a module and optimizers, not their classes."""
+    parts = ("step", "param_groups")
+    for each in optimizers:
+        if isinstance(each, type) or not all(hasattr(each, name) for name in parts):
+            raise OptionError(f"asked for the optimizer {each!r:.80}; give a torch.optim.Optimizer")
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"asked for the model {model!r:.80}; give a torch.nn.Module")
 
 
 def checked_scope(scope: Scope, memory: MemoryDomain) -> Scope:

@@ -94,7 +94,7 @@ def make_parts(
     release_gradients: ReleaseMode = False,
     spill: SpillOptions | None = None,
     sensitivity: Sensitivity | bool = True,
-    rollback: Path | bool = False,
+    rollback: str | Path | bool = False,
     host_bytes: str | int | None = None,
     scope: Scope = "process",
     can_run_again: bool = True,
