@@ -12,6 +12,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 _JSON_KEY = "daf.json"
 PROGRAM_RUNNER = "run"  # what stands behind its first argument is the program's own
 
-_OWN = str(Path(__file__).parents[1])
+_OWN, _BENCH = str(Path(__file__).parents[1]), "daf_bench"
 _LIBRARIES = ("<", *map(sysconfig.get_path, ("stdlib", "purelib", "platlib", "scripts")))
 
 # The first lines of the docstrings of daf.cli.NAME:NAME_command.
@@ -129,17 +130,12 @@ class DafGroup(TyperGroup):
 def _tell_of_users(error: Exception) -> bool:
     """Print an error of the user's own code as ``python`` does; False: it is of no user's code."""
     told = traceback.TracebackException.from_exception(error)
-    users = [not (_is_own(f) or f.filename.startswith(_LIBRARIES)) for f in told.stack]
-    if not any(users) and not isinstance(error, SyntaxError):
-        return False
-    first = users.index(True) if any(users) else len(users)
-    told.stack[:] = [frame for frame in told.stack[first:] if not _is_own(frame)]
-    print("".join(told.format()), end="", file=sys.stderr)
-    return True
-
-
-def _is_own(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith(_OWN) or "daf_bench" in frame.filename
+    others = (f for f in told.stack if not (f.filename.startswith(_OWN) or _BENCH in f.filename))
+    told.stack[:] = dropwhile(lambda frame: frame.filename.startswith(_LIBRARIES), others)
+    if told.stack or isinstance(error, SyntaxError):
+        print("".join(told.format()), end="", file=sys.stderr)
+        return True
+    return False
 
 
 def _report(error: DafError, *, as_json: bool) -> None:

@@ -10,43 +10,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
+from typer import Argument, Option
 
 from daf.core.errors import DataError
 from daf.core.units import format_bytes
 from daf.memory.allocation_log import track
 from daf.session.forward.compress import ScriptModels
 
+Text: TypeAlias = str | None
+_TOLERANCE = "With --budget: the most noise that codes may add; 0: exact only."
+_HISTORY = "Record who asks for memory, in this file for pytorch.org/memory_viz."
+
 
 def run_command(
-    script: Annotated[Path, typer.Argument(help="The Python program.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments.")] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(help="Train every model in it with the process below this, such as 2GB."),
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(help="With --budget: the most noise that codes may add; 0: exact only."),
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="With --budget: write what each model held, as JSON.")
-    ] = None,
-    limit: Annotated[
-        str | None, typer.Option(help="The most that tensors may hold, such as 2GB.")
-    ] = None,
-    cap: Annotated[
-        str | None, typer.Option(help="The most that freed blocks may hold for reuse.")
-    ] = None,
-    history: Annotated[
-        Path | None,
-        typer.Option(help="Record who asks for memory, in this file for pytorch.org/memory_viz."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with all statistics as JSON on standard error.")
-    ] = False,
+    script: Annotated[Path, Argument(help="The Python program.")],
+    arguments: Annotated[list[str] | None, Argument(help="Its own arguments.")] = None,
+    budget: Annotated[Text, Option(help="Train its models with the process below this.")] = None,
+    tolerance: Annotated[float | None, Option(help=_TOLERANCE)] = None,
+    report: Annotated[Path | None, Option(help="With --budget: write what models held.")] = None,
+    limit: Annotated[Text, Option(help="The most that tensors may hold, such as 2GB.")] = None,
+    cap: Annotated[Text, Option(help="The most that freed blocks may hold for reuse.")] = None,
+    history: Annotated[Path | None, Option(help=_HISTORY)] = None,
+    as_json: Annotated[bool, Option("--json", help="End with JSON on standard error.")] = False,
 ) -> None:
     """Run a Python program within a budget, or count what its tensors hold.
 

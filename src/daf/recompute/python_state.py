@@ -133,9 +133,8 @@ class PythonState:
     def _entries(self, container: Any) -> Any:
         if isinstance(container, dict):
             return self._held(container)
-        if self._holds_tensors:
-            return [*container]
-        return [_WithGraph(each) if _has_graph(each) else each for each in container]
+        hides = not self._holds_tensors
+        return [_WithGraph(each) if hides and _has_graph(each) else each for each in container]
 
     def _look(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):

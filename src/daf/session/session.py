@@ -304,8 +304,7 @@ class Session(SessionReadings):
                 ``torch.nn.utils.clip_grad_norm_``; the report has the norm before.
 
         Raises:
-            DataError: the batch has no such dimension as ``batch_dim`` says; it is empty; or
-                ``loss_fn`` takes no model and batch, or returns no loss that trains.
+            DataError: the batch is empty, or not as ``batch_dim`` says; ``loss_fn`` is no loss.
             BudgetError: the budget cannot hold the step; a ``torch.OutOfMemoryError`` too.
             ClosedSessionError: the session was closed.
             OptionError: ``max_grad_norm`` is not above 0.
@@ -339,9 +338,9 @@ class Session(SessionReadings):
         In place of ``loss_fn(model, batch).backward()`` in a loop that clips, scales, accumulates
         or steps several optimizers itself: gradients are the loop's own, so that it clears them.
         Every update of the model's parameters stays in the budget, whichever optimizer makes it:
-        room is made before it, or ``optimizer.step()`` raises BudgetError and changes nothing. The
-        report counts this call as one step. Its loss is unscaled under a ``GradScaler``. Gradients
-        are never released inside.
+        room is made before it, or ``optimizer.step()`` raises BudgetError and changes nothing. One
+        that needs a closure is called with one that clears gradients and calls this. The report
+        counts this call as one step. Its loss is unscaled under a ``GradScaler``.
 
         Args:
             batch: as ``step`` takes it.
@@ -365,10 +364,8 @@ class Session(SessionReadings):
             OptionError: ``max_grad_norm`` is not above 0, or the optimizer needs a closure.
         """
         if compiler.asks_anew(self.optimizer):
-            raise OptionError(
-                f"asked for an update by {type(self.optimizer).__name__}, which computes the loss "
-                "again; call session.step(batch, loss_fn), or optimizer.step(closure) yourself"
-            )
+            name = type(self.optimizer).__name__
+            raise OptionError(f"asked {name} to update without the loss; try session.step")
         with self._turn():
             return self._runner.update(arguments.checked_norm(max_grad_norm))
 
@@ -384,8 +381,7 @@ class Session(SessionReadings):
                 with a row for each example. It may run several times.
 
         Raises:
-            DataError: the batch has no such dimension as ``batch_dim`` says, or ``fn`` takes no
-                model and batch.
+            DataError: the batch or ``fn`` are not as ``step`` takes them.
             BudgetError: the budget does not hold the whole, or the smallest part that is proven.
             ClosedSessionError: the session was closed.
             SplitError: the parts' results do not join, as those of a few examples did.

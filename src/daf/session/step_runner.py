@@ -252,10 +252,8 @@ class StepRunner:
         is_checked = self.counters.step_index == 0 and kind.__module__.startswith("torch.")
         has_any = any(each.grad is not None for group in groups for each in group["params"])
         if is_checked and not (has_any or self.retries.gradient.release.committed):
-            raise errors.OptionError(
-                f"asked for an update by {kind.__name__}; the loss leads to no parameter of it; "
-                "make the optimizer over this model's"
-            )
+            asked = f"asked {kind.__name__} to update parameters to which the loss does not lead"
+            raise errors.OptionError(f"{asked}; make the optimizer over this model's")
 
     def _run_watched(self, context: StepContext, plan: Plan) -> tuple[float, Plan, bool]:
         """Return the loss, the plan that held, and True if the run has diverged under its codes."""

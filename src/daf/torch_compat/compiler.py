@@ -102,10 +102,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
         try:
             optimizer.step()
         except Exception as error:
-            error.add_note(
-                "daf: a session steps optimizers without a closure; if this one needs one, call "
-                "optimizer.step(closure) yourself, with session.backward inside the closure"
-            )
+            error.add_note("daf: it was called without a closure; see Session.backward for others")
             raise
         return
     with torch.no_grad():
@@ -122,10 +119,7 @@ def _eager_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any] | None
 
 
 def asks_anew(optimizer: torch.optim.Optimizer) -> str:
-    """Return the pass, "first" (LBFGS) or "second" (SAM), from which on a closure is called.
-
-    Empty for an optimizer that takes none.
-    """
+    """Return the "first" pass (LBFGS) or "second" (SAM) that its step asks for; "" for none."""
     if _needs_closure(type(optimizer).step):
         return "first"
     return "second" * (hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"))

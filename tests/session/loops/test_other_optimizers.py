@@ -244,7 +244,7 @@ def test_an_update_alone_says_what_such_an_optimizer_needs(kind: Any) -> None:
     model = network()
     with daf.Session(model, kind(model.parameters(), lr=0.1), None) as session:
         session.backward(batches()[0], classified)
-        with pytest.raises(OptionError, match=r"optimizer\.step\(closure\) yourself"):
+        with pytest.raises(OptionError, match=r"try session\.step"):
             session.update()
 
 
