@@ -220,7 +220,7 @@ def compress(model: nn.Module, bits: int | str | None = None, **options: Any) ->
     if "budget" not in options:
         return codes.compress(model, 2 if bits is None else bits, **options)
     if bits is not None:
-        raise OptionError(f"asked for bits={bits!r} and a budget, which chooses them; give one")
+        raise OptionError(f"asked for bits={bits!r} and a budget; give one of the two")
     found = BudgetedForward.of(model)
     if found is None:
         return BudgetedForward(model, **options)
