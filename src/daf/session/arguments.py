@@ -31,7 +31,7 @@ def policy_name(bits: int | str | None, policy: str | None, *, has_budget: bool)
     """
     if bits is not None and policy is not None:
         asked = f"bits={bits!r} and policy={policy!r}"
-        raise OptionError(f"asked for {asked}; bits leave a policy nothing to choose; give one")
+        raise OptionError(f"asked for {asked}; bits leave no choice; give one of the two")
     name = policies.policy_for(bits).name if bits is not None else policy or "optimal"
     if has_budget or policy is not None:
         strategy_named(name)
@@ -53,7 +53,7 @@ def may_fuse(operators: str, *, fused: bool) -> bool:
     """Return False if PyTorch's own operators were asked for; OptionError for other values."""
     if operators not in ("auto", "pytorch") or (fused and operators == "pytorch"):
         asked = f"operators={operators!r} and fused={fused}"
-        raise OptionError(f"asked for {asked}; operators is 'auto', or 'pytorch' without fused")
+        raise OptionError(f"asked for {asked}; operators is 'auto', or leave fused out")
     return operators == "auto"
 
 
