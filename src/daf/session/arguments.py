@@ -43,10 +43,10 @@ def refuse_what_sends_nothing(
 ) -> None:
     """Raise OptionError for ``host_bytes`` where nothing would send codes to the host."""
     if not has_budget and bits in (None, "plain"):
-        raise OptionError("asked for host_bytes where nothing is coded; pass a budget or bits too")
+        raise OptionError("asked for host_bytes without budget and bits, so that nothing is coded")
     if has_budget and (bits is not None or policy not in (None, "optimal")):
         asked = f"host_bytes with bits={bits!r} and policy={policy!r}"
-        raise OptionError(f"asked for {asked}; under a budget only the optimal policy uses them")
+        raise OptionError(f"asked for {asked}; under a budget only the optimal policy sends codes")
 
 
 def may_fuse(operators: str, *, fused: bool) -> bool:
