@@ -32,8 +32,11 @@ from daf_bench.cli_output import (
     counted_progress,
     keep,
     measure,
+    of_data,
     rows_beside,
     show,
+    to_file,
+    to_picture,
 )
 from daf_bench.cli_peers import peers_command
 from daf_bench.cli_values import values_command
@@ -78,8 +81,7 @@ def bench() -> None:
 @app.command("main")
 def main_command(
     data: Annotated[
-        str | None,
-        typer.Option(help="Data set; by default CIFAR-10 if the measuring data is there."),
+        str | None, of_data("Data set; by default CIFAR-10 if the measuring data is there.")
     ] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
@@ -94,11 +96,10 @@ def main_command(
 def allocator_command(
     images: ImagesOption = None,
     text: Annotated[
-        str | None,
-        typer.Option(help="A text for the BERT-small, as text:FILE; without it, images only."),
+        str | None, of_data("A text for the BERT-small, as text:FILE; without it, images only.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw step time against peak into this PNG file.")
+        Path | None, to_picture("Draw step time against peak into this PNG file.")
     ] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
@@ -120,11 +121,10 @@ def outside_command(quick: QuickOption = False, as_json: JsonOption = False) -> 
 def operators_command(
     images: ImagesOption = None,
     text: Annotated[
-        str | None,
-        typer.Option(help="A text for the BERT-small, as text:FILE; without it, images only."),
+        str | None, of_data("A text for the BERT-small, as text:FILE; without it, images only.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw what each lever takes off into this PNG file.")
+        Path | None, to_picture("Draw what each lever takes off into this PNG file.")
     ] = None,
     speed: Annotated[
         bool, typer.Option("--speed", help="Time each operator alone, forward and backward.")
@@ -155,9 +155,7 @@ def gpu_command(
     images: ImagesOption = None,
     text: Annotated[
         str | None,
-        typer.Option(
-            help="A text for GPT-2 Medium's shape, as text:FILE; without it, images only."
-        ),
+        of_data("A text for GPT-2 Medium's shape, as text:FILE; without it, images only."),
     ] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
@@ -172,7 +170,7 @@ def gpu_command(
 @app.command("pool")
 def pool_command(
     picture: Annotated[
-        Path | None, typer.Option(help="Draw time against live pages into this PNG file.")
+        Path | None, to_picture("Draw time against live pages into this PNG file.")
     ] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
@@ -185,10 +183,9 @@ def pool_command(
 @app.command("pressure")
 def pressure_command(
     picture: Annotated[
-        Path | None,
-        typer.Option(help="Draw budget, memory and throughput over time into this PNG file."),
+        Path | None, to_picture("Draw budget, memory and throughput over time into this PNG file.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
+    out: Annotated[Path | None, to_file("Write the result to this JSON file.")] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -240,7 +237,7 @@ def sweep_command(
         float | None, typer.Option(min=0, help="The sessions' noise tolerance.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw throughput against memory into this PNG file.")
+        Path | None, to_picture("Draw throughput against memory into this PNG file.")
     ] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
@@ -265,9 +262,7 @@ def sweep_command(
 
 @app.command("packing")
 def packing_command(
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw the stages into this PNG file.")
-    ] = None,
+    picture: Annotated[Path | None, to_picture("Draw the stages into this PNG file.")] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -283,9 +278,7 @@ def packing_command(
 
 @app.command("kernels")
 def kernels_command(
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw a roofline into this PNG file.")
-    ] = None,
+    picture: Annotated[Path | None, to_picture("Draw a roofline into this PNG file.")] = None,
     device: Annotated[
         str | None, typer.Option(help="A GPU, such as cuda, whose codecs are timed instead.")
     ] = None,
@@ -314,14 +307,15 @@ def accuracy_command(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
     data: Annotated[
-        Path | None, typer.Option(help="Folder of the measuring data; by default ../shared/data.")
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Folder of the measuring data; by default ../shared/data.",
+        ),
     ] = None,
-    rows: Annotated[
-        Path | None, typer.Option(help="JSON lines to write rows to, and to go on from.")
-    ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="A PNG to draw accuracy against bytes in.")
-    ] = None,
+    rows: Annotated[Path | None, to_file("JSON lines to write rows to, and to go on from.")] = None,
+    picture: Annotated[Path | None, to_picture("A PNG to draw accuracy against bytes in.")] = None,
     first_seed: Annotated[int, typer.Option(min=0, help="For a job run in parts.")] = 0,
     steps_share: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Of every task's steps.")

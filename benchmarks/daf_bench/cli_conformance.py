@@ -9,7 +9,15 @@ from typing import Annotated
 import typer
 
 from daf.core.errors import UnknownNameError
-from daf_bench.cli_output import JsonOption, OutOption, counted_progress, keep, rows_beside, show
+from daf_bench.cli_output import (
+    JsonOption,
+    OutOption,
+    counted_progress,
+    keep,
+    rows_beside,
+    show,
+    to_file,
+)
 from daf_bench.conformance import run
 
 
@@ -21,8 +29,7 @@ def conformance_command(
     seed: Annotated[int, typer.Option(help="Of weights, data and random operators.")] = 0,
     workers: Annotated[int, typer.Option(min=1, help="Cases tried at a time.")] = 2,
     record: Annotated[
-        Path | None,
-        typer.Option(help="Keep which levers acted rightly, as the record of this version."),
+        Path | None, to_file("Keep which levers acted rightly, as the record of this version.")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Every twentieth case: some minutes.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,36 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from daf.core.errors import DataError
+from daf.training.data import DATA
 from daf_bench.harness.result import BenchResult
+
+
+def checked_file(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before anything is measured."""
+    if path is None:
+        return None
+    folder = path.absolute().parent
+    if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise typer.BadParameter(f"{path} cannot be written; name a file in a folder that exists")
+    return path
+
+
+def checked_picture(path: Path | None) -> Path | None:
+    """Refuse what is no PNG, or cannot be written."""
+    if path is not None and path.suffix != ".png":
+        raise typer.BadParameter(f"{path} is no PNG; name it {path.stem}.png")
+    return checked_file(path)
+
+
+def checked_data(name: str | None) -> str | None:
+    """Refuse data that nobody knows, or that lie nowhere, before anything is measured."""
+    if name is not None:
+        path = DATA.find(name).path
+        if path and not Path(path).exists():
+            raise DataError(f"asked for {name!r}; there is no {path}")
+    return name
+
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="A short run with fewer steps.")]
@@ -34,14 +64,35 @@ OnlyOption = Annotated[
     str | None, typer.Option(help="These workloads only, as in 'W1,W3'; by default all.")
 ]
 ImagesOption = Annotated[
-    str | None, typer.Option(help="Images; by default CIFAR-10 if the measuring data is there.")
+    str | None,
+    typer.Option(
+        callback=checked_data, help="Images; by default CIFAR-10 if the measuring data is there."
+    ),
 ]
-PictureOption = Annotated[Path | None, typer.Option(help="Draw the result into this PNG file.")]
+
+
+def to_picture(help_text: str) -> Any:
+    """The option of a PNG to draw into."""
+    return typer.Option(callback=checked_picture, help=help_text)
+
+
+def to_file(help_text: str) -> Any:
+    """The option of a file to write."""
+    return typer.Option(callback=checked_file, help=help_text)
+
+
+def of_data(help_text: str) -> Any:
+    """The option of a data set's name."""
+    return typer.Option(callback=checked_data, help=help_text)
+
+
+PictureOption = Annotated[Path | None, to_picture("Draw the result into this PNG file.")]
 OutOption = Annotated[
     Path | None,
     typer.Option(
+        callback=checked_file,
         help="Write the result to this JSON file, and rows as they come beside it (.jsonl): "
-        "the same command goes on where it was interrupted."
+        "the same command goes on where it was interrupted.",
     ),
 ]
 

@@ -11,7 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from daf.core.errors import DataError
-from daf_bench.cli_output import OutOption, PictureOption, counted_progress, keep, rows_beside
+from daf_bench.cli_output import (
+    OutOption,
+    PictureOption,
+    counted_progress,
+    keep,
+    rows_beside,
+    to_file,
+)
 from daf_bench.harness.result import BenchResult
 from daf_bench.peers import run
 from daf_bench.peers.page import COLUMNS, cells, peers_page
@@ -26,7 +33,7 @@ def peers_command(
         typer.Option("--workload", "--only", help="Such as W1 or W1,W2a; by default all."),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Write the side-by-side as a page into this HTML file.")
+        Path | None, to_file("Write the side-by-side as a page into this HTML file.")
     ] = None,
     picture: PictureOption = None,
     out: OutOption = None,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from daf.core.code_format import block_count, header_bytes, plane_bytes, words_per_plane
-from daf.core.errors import PlatformError
+from daf.core.errors import PlatformError, UnknownNameError
 from daf.core.policy import Method, Treatment
 from daf.kernels.normalisation import CodedValues, Decoding
 from daf_bench.harness.result import BenchResult
@@ -47,9 +47,12 @@ def checked_device(name: str) -> torch.device:
     """The CUDA (or ROCm) device of that name.
 
     Raises:
-        PlatformError: there is none.
+        PlatformError: there is none; UnknownNameError: it names none.
     """
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UnknownNameError(f"unknown device {name!r}; known: cuda, cuda:1 and so on") from error
     if device.type != "cuda" or not torch.cuda.is_available():
         raise PlatformError(
             f"asked to time a GPU's kernels on {name}, found no CUDA device; leave --device out "

@@ -70,7 +70,8 @@ class compress(Uncopied):  # noqa: N801 - used as a statement, like torch.no_gra
 
         Raises:
             PlatformError: ``host_bytes`` was given for a model on the processor.
-            ValueError: ``bits`` is none of these, or ``pool_bytes`` cannot be read.
+            UnknownNameError: ``bits`` is none of these.
+            UnitError: ``pool_bytes`` cannot be read.
             PoolFullError: in the forward pass, where even one bit and all that must stay whole
                 do not fit ``pool_bytes``.
         """

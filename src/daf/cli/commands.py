@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from itertools import dropwhile
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -24,6 +28,9 @@ EXIT_NON_FINITE = 3
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 _JSON_KEY = "daf.json"
 PROGRAM_RUNNER = "run"  # what stands behind its first argument is the program's own
+
+_OWN, _BENCH = str(Path(__file__).parents[1]), "daf_bench"
+_LIBRARIES = ("<", *map(sysconfig.get_path, ("stdlib", "purelib", "platlib", "scripts")))
 
 # The first lines of the docstrings of daf.cli.NAME:NAME_command.
 OWN_COMMANDS: Mapping[str, str] = {
@@ -114,6 +121,21 @@ class DafGroup(TyperGroup):
             _report(error, as_json=bool(ctx.meta.get(_JSON_KEY)))
             is_non_finite = isinstance(error, NonFiniteLossError)
             raise typer.Exit(EXIT_NON_FINITE if is_non_finite else EXIT_REFUSED) from error
+        except Exception as error:
+            if not _tell_of_users(error):
+                raise
+            raise typer.Exit(1) from error
+
+
+def _tell_of_users(error: Exception) -> bool:
+    """Print an error of the user's own code as ``python`` does; False: it is of no user's code."""
+    told = traceback.TracebackException.from_exception(error)
+    others = (f for f in told.stack if not (f.filename.startswith(_OWN) or _BENCH in f.filename))
+    told.stack[:] = dropwhile(lambda frame: frame.filename.startswith(_LIBRARIES), others)
+    if told.stack or isinstance(error, SyntaxError):
+        print("".join(told.format()), end="", file=sys.stderr)
+        return True
+    return False
 
 
 def _report(error: DafError, *, as_json: bool) -> None:

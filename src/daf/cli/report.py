@@ -24,14 +24,9 @@ Folders = Annotated[list[Path], typer.Argument(help="Run folders that `daf train
 
 def report_command(
     runs: Folders,
-    html: Annotated[
-        Path | None,
-        typer.Option(help="The page; by default report.html in the first run's folder."),
-    ] = None,
+    html: Annotated[Path | None, typer.Option(help="The page; else report.html in RUNS.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the same into this PNG file too.")] = None,
-    text: Annotated[
-        bool, typer.Option("--text", help="Print the report only, and write no page.")
-    ] = False,
+    text: Annotated[bool, typer.Option("--text", help="Print it, and write no page.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Show one run, or compare several: memory, account, plan, loss and throughput."""

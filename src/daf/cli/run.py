@@ -3,57 +3,46 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
+from typer import Argument, Option
 
 from daf.core.errors import DataError
 from daf.core.units import format_bytes
 from daf.memory.allocation_log import track
 from daf.session.forward.compress import ScriptModels
 
+Text: TypeAlias = str | None
+_TOLERANCE = "With --budget: the most noise that codes may add; 0: exact only."
+_HISTORY = "Record who asks for memory, in this file for pytorch.org/memory_viz."
+
 
 def run_command(
-    script: Annotated[Path, typer.Argument(help="The Python program.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments.")] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(help="Train every model in it with the process below this, such as 2GB."),
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(help="With --budget: the most noise that codes may add; 0: exact only."),
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="With --budget: write what each model held, as JSON.")
-    ] = None,
-    limit: Annotated[
-        str | None, typer.Option(help="The most that tensors may hold, such as 2GB.")
-    ] = None,
-    cap: Annotated[
-        str | None, typer.Option(help="The most that freed blocks may hold for reuse.")
-    ] = None,
-    history: Annotated[
-        Path | None,
-        typer.Option(help="Record who asks for memory, in this file for pytorch.org/memory_viz."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with all statistics as JSON on standard error.")
-    ] = False,
+    script: Annotated[Path, Argument(help="The Python program.")],
+    arguments: Annotated[list[str] | None, Argument(help="Its own arguments.")] = None,
+    budget: Annotated[Text, Option(help="Train its models with the process below this.")] = None,
+    tolerance: Annotated[float | None, Option(help=_TOLERANCE)] = None,
+    report: Annotated[Path | None, Option(help="With --budget: write what models held.")] = None,
+    limit: Annotated[Text, Option(help="The most that tensors may hold, such as 2GB.")] = None,
+    cap: Annotated[Text, Option(help="The most that freed blocks may hold for reuse.")] = None,
+    history: Annotated[Path | None, Option(help=_HISTORY)] = None,
+    as_json: Annotated[bool, Option("--json", help="End with JSON on standard error.")] = False,
 ) -> None:
     """Run a Python program within a budget, or count what its tensors hold.
 
     With --budget every model that it trains runs as under ``daf.compress``; without, under the
     recycling allocator. The program is as under ``python``, its exit code too.
     """
-    if not script.is_file():
-        raise DataError(f"asked to run {script}, which is no file; give the path of a program")
+    if not (script.is_file() and os.access(script, os.R_OK)):
+        raise DataError(f"asked to run {script}, which is no file; give a program that can be read")
     if budget is not None and (limit, cap, history) != (None, None, None):
         raise typer.BadParameter("--limit, --cap and --history go without --budget")
     if budget is None and (tolerance, report) != (None, None):

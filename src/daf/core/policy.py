@@ -8,6 +8,8 @@ from enum import StrEnum
 from functools import cache
 from types import MappingProxyType
 
+from daf.core.errors import UnknownNameError
+
 
 class Need(StrEnum):
     """What an operator's backward needs of a tensor it saves: the *kind of site*."""
@@ -173,10 +175,10 @@ def coded_policy(bits: int, *, score_bits: int = SCORE_BITS) -> Policy:
     """Return ``bits`` (1 to 8) per element wherever a lossy code is sound, more where it must be.
 
     ``score_bits`` (4 to 8): of recomputed attention's q and k; fewer than the default only where
-    their noise was measured. Raises ValueError if either is out of range.
+    their noise was measured. Raises UnknownNameError or ValueError if either is out of range.
     """
     if bits not in range(1, 9):
-        raise ValueError(f"asked for {bits!r} bits; codes have 1 to 8 bits, or 'exact'")
+        raise UnknownNameError(f"asked for {bits!r} bits; codes have 1 to 8 bits, or 'exact'")
     if score_bits not in range(LEAST_SCORE_BITS, 9):
         raise ValueError(f"asked for {score_bits!r} bits of attention's q and k; they have 4 to 8")
     lossy = {
@@ -233,16 +235,16 @@ def _value(bits: int) -> Treatment:
 
 
 def policy_for(bits: int | str) -> Policy:
-    """Return the policy of 1 to 8, plain, exact or ``"<n>-bit"``; raises ValueError for others."""
+    """Return the policy of 1 to 8, plain, exact or ``"<n>-bit"``; UnknownNameError for others."""
     if bits == "plain":
         return plain_policy()
     if bits == "exact":
         return replace(exact_policy(), recomputes=True)
     if isinstance(bits, bool) or not isinstance(bits, (int, str)):
-        raise ValueError(f"asked for bits={bits!r}; give 1 to 8, 'exact', 'plain' or '4-bit'")
+        raise UnknownNameError(f"asked for bits={bits!r}; give 1 to 8, 'exact', 'plain' or '4-bit'")
     if isinstance(bits, int):
         return coded_policy(bits)
     width, _, suffix = bits.partition("-")
     if suffix != "bit" or not width.isdigit():
-        raise ValueError(f"no policy is named {bits!r}; there are plain, exact, 1-bit ... 8-bit")
+        raise UnknownNameError(f"no policy is named {bits!r}; known: plain, exact, 1-bit ... 8-bit")
     return coded_policy(int(width))

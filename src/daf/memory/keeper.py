@@ -146,11 +146,7 @@ class Keeper(ABC):
         self.must_finish()
 
     def reserve(self, needed_bytes: int) -> None:  # noqa: B027
-        """Make room for so much.
-
-        Raises:
-            RuntimeError: there is none, as a refused allocation says.
-        """
+        """Make room for so much; RuntimeError if there is none, as a refused allocation says."""
 
     @abstractmethod
     def must_finish(self) -> None:

@@ -56,11 +56,7 @@ class OperatorDispatch:
         return partial(self._context.hooks.run, *call)
 
     def finish(self) -> None:
-        """End the step: operators learn from it.
-
-        Raises:
-            FusionError: a stand-in still lives.
-        """
+        """End the step: operators learn from it; FusionError if a stand-in still lives."""
         for operator in self._operators:
             operator.finish()
         self._stand_ins.finish()

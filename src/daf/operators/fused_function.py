@@ -116,11 +116,7 @@ def versioned(tensors: Sequence[Tensor | None]) -> Versioned:
 
 
 def unchanged(found: Versioned) -> list[Tensor | None]:
-    """Return the tensors.
-
-    Raises:
-        SavedTensorError: one was changed in place since.
-    """
+    """Return the tensors; SavedTensorError if one was changed in place since."""
     if any(each is not None and each._version != version for each, version in found):
         raise SavedTensorError(
             "asked for a graph of gradients; a tensor that they depend on was changed in place "

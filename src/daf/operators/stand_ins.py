@@ -81,11 +81,7 @@ class Deferred:
         self._versions = self._present_versions()
 
     def check_unchanged(self, reader: str) -> None:
-        """Check the parts.
-
-        Raises:
-            FusionError: one was changed in place since.
-        """
+        """Check the parts; FusionError if one was changed in place since."""
         if self._present_versions() != self._versions:
             self._refuse(f"changed before {reader}")
             raise FusionError(

@@ -6,18 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from daf.core import policy as policies
 from daf.core.plan import Plan
-from daf.core.policy import (
-    KEEP,
-    Method,
-    Policy,
-    Site,
-    Treatment,
-    coded_policy,
-    exact_policy,
-    plain_policy,
-    with_planned_operators,
-)
 from daf.core.profile import Profile
 from daf.core.units import format_bytes
 from daf.planning.explain import account_of, explain
@@ -130,22 +120,24 @@ def without_margin(profile: Profile, budget_bytes: int) -> int:
     return guess
 
 
-def _policy(table: Table, selection: Selection, name: str) -> Policy:
+def _policy(table: Table, selection: Selection, name: str) -> policies.Policy:
     profile = table.profile
     weights = MappingProxyType(served_weights(profile) if profile.weights else {})
     uniform = _uniform_policy(table, selection)
     if uniform is not None and not profile.is_fused:
         return replace(uniform, weights=weights)
     options = [table.option(column) for column in selection if column < table.first[-1]]
-    by_site: dict[Site, Treatment] = {saving.site: KEEP for saving in profile.savings}
+    by_site: dict[policies.Site, policies.Treatment] = {
+        saving.site: policies.KEEP for saving in profile.savings
+    }
     for option in options:
         by_site.update(option.treatments)
     for option in options:
         if option.requires:
             by_site.update(_as_wide_as_parents(profile, option.treatments, by_site))
-    policy = Policy(
+    policy = policies.Policy(
         name,
-        exact_policy().by_need,
+        policies.exact_policy().by_need,
         MappingProxyType(by_site),
         rederive=True,
         weights=weights,
@@ -156,14 +148,16 @@ def _policy(table: Table, selection: Selection, name: str) -> Policy:
     chunk_bytes = profile.chunk_bytes
     if profile.score_sites:  # replayed attention needs chunks scaled to the micro-batch
         chunk_bytes = max(1, chunk_bytes * table.micro_batch // profile.batch_size)
-    return with_planned_operators(policy, chunk_bytes)
+    return policies.with_planned_operators(policy, chunk_bytes)
 
 
 def _as_wide_as_parents(
-    profile: Profile, treatments: Mapping[Site, Treatment], by_site: Mapping[Site, Treatment]
-) -> dict[Site, Treatment]:
+    profile: Profile,
+    treatments: Mapping[policies.Site, policies.Treatment],
+    by_site: Mapping[policies.Site, policies.Treatment],
+) -> dict[policies.Site, policies.Treatment]:
     """Narrow dependent sites' treatments to their parents' codes, as execution requires."""
-    narrowest: dict[Site, int] = {}
+    narrowest: dict[policies.Site, int] = {}
     for saving in profile.savings:
         if saving.site not in treatments or not saving.may_follow:
             continue
@@ -171,20 +165,22 @@ def _as_wide_as_parents(
         if bits := min((each.bits for each in codes if each.is_code), default=0):
             narrowest[saving.site] = min(bits, narrowest.get(saving.site, bits))
     return {
-        site: Treatment(
-            Method.ROTATED if bits <= 4 else Method.MINMAX, bits, on_host=treatments[site].on_host
+        site: policies.Treatment(
+            policies.Method.ROTATED if bits <= 4 else policies.Method.MINMAX,
+            bits,
+            on_host=treatments[site].on_host,
         )
         for site, bits in narrowest.items()
     }
 
 
-def _uniform_policy(table: Table, selection: Selection) -> Policy | None:
+def _uniform_policy(table: Table, selection: Selection) -> policies.Policy | None:
     """Return the named policy that equals this selection, if one does."""
     if selection == kept_selection(table):
-        return plain_policy()
+        return policies.plain_policy()
     if selection == tuple(sorted(level_selection(table, "exact"))):
-        return exact_policy()
+        return policies.exact_policy()
     for width in WIDTHS:
         if selection == tuple(sorted(level_selection(table, str(width)))):
-            return coded_policy(width)
+            return policies.coded_policy(width)
     return None

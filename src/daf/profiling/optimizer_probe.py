@@ -29,7 +29,7 @@ def trial_step(
         for probe in trial.param_groups[0]["params"]:
             probe.grad = torch.ones_like(probe)
         compiler.step(trial)
-    except (TypeError, ValueError, RuntimeError):
+    except Exception:  # a user's own optimizer may raise anything
         return None
     return trial
 
@@ -84,4 +84,6 @@ def _made(
     taken = signature(type(optimizer)).parameters
     if not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         settings = {name: value for name, value in settings.items() if name in taken}
-    return type(optimizer)([nn.Parameter(value.to(device)) for value in values], **settings)
+    made = type(optimizer)([nn.Parameter(value.to(device)) for value in values], **settings)
+    getattr(made, "train", lambda: None)()  # schedule-free ones step in this mode only
+    return made

@@ -89,11 +89,7 @@ class ModuleTensors:
             self._seen.append(_Seen.now(f"{what} {path!r}", name, space, tensor))
 
     def check_unchanged(self) -> None:
-        """Check that everything is as the call left it.
-
-        Raises:
-            SavedTensorError: it is not.
-        """
+        """Check that everything is as the call left it; SavedTensorError if it is not."""
         for seen in self._seen:
             if seen.is_replaced():
                 raise SavedTensorError(

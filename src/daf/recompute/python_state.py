@@ -63,25 +63,37 @@ class Contents(NamedTuple):
 
     def undo(self) -> None:
         """Give it the entries that it had."""
-        self.container.clear()
-        if isinstance(self.container, (list, deque)):
-            self.container.extend(self.entries)
-        else:
-            self.container.update(self.entries)
+        into, entries = self.container, self.then()
+        into.clear()
+        (into.extend if isinstance(into, (list, deque)) else into.update)(entries)
+
+    def then(self) -> Any:
+        """Return the entries that it had: a mapping, or a list of them."""
+        if isinstance(self.entries, dict):
+            return {name: _found(each) for name, each in self.entries.items()}
+        return [_found(each) for each in self.entries]
 
 
 Undo = Change | Contents | OwnGenerator
 
 
-class _WithGraph(weakref.ref[Tensor]):
-    """A tensor that is left alone, so that its graph is freed as without this."""
+class _WithGraph:
+    """A tensor whose graph is freed as without this; its value is held."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._value = weakref.ref(tensor), tensor.detach()
+
+    def found(self) -> Tensor:
+        """Return the tensor, or its value alone where nobody else kept it."""
+        tensor = self._tensor()
+        return self._value if tensor is None else tensor
 
 
 class PythonState:
     """What modules and other ``objects`` keep in Python now.
 
-    ``holds_tensors`` False leaves alone what holds tensors with a graph, so that they are freed as
-    without this. Containers of more than ``most_entries`` are left alone too.
+    ``holds_tensors`` False holds no graph, so that each is freed as without this: of a tensor with
+    one, the value is held. Containers of more than ``most_entries`` are left alone.
     """
 
     def __init__(
@@ -118,6 +130,12 @@ class PythonState:
             held |= {name: _WithGraph(value) for name, value in values if _has_graph(value)}
         return held
 
+    def _entries(self, container: Any) -> Any:
+        if isinstance(container, dict):
+            return self._held(container)
+        hides = not self._holds_tensors
+        return [_WithGraph(each) if hides and _has_graph(each) else each for each in container]
+
     def _look(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
             if self._holds_tensors:
@@ -142,8 +160,7 @@ class PythonState:
         values = container.values() if isinstance(container, dict) else container
         if len(container) > self._most_entries:
             return
-        if self._holds_tensors or not any(map(_has_graph, values)):
-            self._contents.append(Contents(container, container.copy()))
+        self._contents.append(Contents(container, self._entries(container)))
         if len(container) <= _MOST_ENTRIES:
             self._look_at(name, values, depth)
 
@@ -187,11 +204,6 @@ class PythonState:
         """Undo what was changed since, but in tensors."""
         for change in self.changes():
             change.undo()
-        for space, own in self._spaces:
-            for name, then in own.items():
-                now: Any = space.get(name)
-                if isinstance(then, _WithGraph) and then() is not now and _has_graph(now):
-                    space[name] = now.detach()  # else it would hold all that the attempt saved
 
 
 class Surroundings(NamedTuple):
@@ -260,6 +272,10 @@ def _reached_by(hook: Any) -> Iterator[Any]:
             yield function.__globals__.get(name)
 
 
+def _found(value: Any) -> Any:
+    return value.found() if isinstance(value, _WithGraph) else value
+
+
 def _has_graph(value: Any) -> bool:
     return isinstance(value, Tensor) and value.grad_fn is not None
 
@@ -287,8 +303,8 @@ def _changes_in(space: dict[str, Any], own: dict[str, Any]) -> Iterator[Change]:
     if _are_same(space, own):
         return
     for name in (space.keys() | own.keys()) - _NOT_STATE:
-        then = own.get(name, _MISSING)
-        if not isinstance(then, _WithGraph) and space.get(name, _MISSING) is not then:
+        then = _found(own.get(name, _MISSING))
+        if space.get(name, _MISSING) is not then:
             yield Change(space, name, then)
 
 
@@ -301,11 +317,11 @@ def _are_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _has_other_entries(found: Contents) -> bool:
-    now, then = found
+    now, then = found.container, found.then()
     if len(now) != len(then):
         return True
     if isinstance(now, set):
-        return bool(now != then)
+        return bool(now != {*then})
     if isinstance(now, dict):
         now, then = [*now, *now.values()], [*then, *then.values()]
     return any(a is not b for a, b in zip(now, then, strict=True))

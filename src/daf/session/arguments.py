@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -27,16 +27,11 @@ _LEAST_PASSING_BYTES, _MOST_PASSING_BYTES = 2**21, 2**26
 def policy_name(bits: int | str | None, policy: str | None, *, has_budget: bool) -> str:
     """Return the name of the planner's policy or level that was asked for; "optimal" by default.
 
-    Raises:
-        UnknownNameError: no policy has that name or, under a budget, these bits.
-        OptionError: both are given.
-        ValueError: ``bits`` names no policy.
+    Raises UnknownNameError for names and bits that there are not, OptionError for both at once.
     """
     if bits is not None and policy is not None:
-        raise OptionError(
-            f"asked for bits={bits!r} and policy={policy!r}; bits fix every site, so that there is "
-            "nothing left for a policy to choose; give one of the two"
-        )
+        asked = f"bits={bits!r} and policy={policy!r}"
+        raise OptionError(f"asked for {asked}; bits leave no choice; give one of the two")
     name = policies.policy_for(bits).name if bits is not None else policy or "optimal"
     if has_budget or policy is not None:
         strategy_named(name)
@@ -46,35 +41,19 @@ def policy_name(bits: int | str | None, policy: str | None, *, has_budget: bool)
 def refuse_what_sends_nothing(
     bits: int | str | None, policy: str | None, *, has_budget: bool
 ) -> None:
-    """Refuse ``host_bytes`` where nothing would send codes to the host.
-
-    Raises:
-        OptionError: nothing is coded (no budget, no bits); or, under a budget, ``bits`` is
-            given or the policy is not "optimal", as other policies know only the device.
-    """
+    """Raise OptionError for ``host_bytes`` where nothing would send codes to the host."""
     if not has_budget and bits in (None, "plain"):
-        raise OptionError(
-            "asked for host_bytes without a budget and without bits, so that nothing is coded; "
-            "pass a budget or bits, or leave host_bytes out"
-        )
+        raise OptionError("asked for host_bytes without budget and bits, so that nothing is coded")
     if has_budget and (bits is not None or policy not in (None, "optimal")):
-        raise OptionError(
-            f"asked for host_bytes with bits={bits!r} and policy={policy!r}; under a budget only "
-            "the optimal policy sends codes to the host; leave the two out, or host_bytes"
-        )
+        asked = f"host_bytes with bits={bits!r} and policy={policy!r}"
+        raise OptionError(f"asked for {asked}; under a budget only the optimal policy sends codes")
 
 
 def may_fuse(operators: str, *, fused: bool) -> bool:
-    """Return False if PyTorch's own operators were asked for.
-
-    Raises:
-        OptionError: ``operators`` is neither "auto" nor "pytorch", or contradicts ``fused``.
-    """
+    """Return False if PyTorch's own operators were asked for; OptionError for other values."""
     if operators not in ("auto", "pytorch") or (fused and operators == "pytorch"):
-        raise OptionError(
-            f"asked for operators={operators!r} and fused={fused}; operators is 'auto', or "
-            "'pytorch' (then leave fused out)"
-        )
+        asked = f"operators={operators!r} and fused={fused}"
+        raise OptionError(f"asked for {asked}; operators is 'auto', or leave fused out")
     return operators == "auto"
 
 
@@ -83,15 +62,10 @@ def fixed_policy(
 ) -> policies.Policy:
     """Return the policy of a session without a budget.
 
-    Raises:
-        OptionError: ``fused`` was asked for under a budget.
-        ValueError: ``bits`` names no policy.
+    Raises OptionError for ``fused`` under a budget, UnknownNameError for bits that there are not.
     """
     if fused and has_budget:
-        raise OptionError(
-            "asked for fused=True under a budget; there the planner measures fused operators and "
-            "takes them where that pays; leave fused out, or pass budget=None"
-        )
+        raise OptionError("asked for fused=True under a budget, which fuses too; leave fused out")
     policy = policies.plain_policy() if bits is None else policies.policy_for(bits)
     policy = policies.with_host_codes(policy) if on_host else policy
     return policies.with_fused_operators(policy) if fused else policy
@@ -99,43 +73,41 @@ def fixed_policy(
 
 def checked_tolerance(tolerance: float | None) -> float | None:
     """Return the tolerance as a float, or None; raises OptionError unless 0 or more."""
-    if tolerance is not None and not tolerance >= 0:
-        raise OptionError(
-            f"asked for a tolerance of {tolerance!r}; it is the noise that codes may add, relative "
-            f"to the batch's own: 0 (exact) or more, by default {planner.DEFAULT_TOLERANCE}"
-        )
+    if tolerance is not None and not (isinstance(tolerance, (int, float)) and tolerance >= 0):
+        usual = f"0 (exact) or more, such as {planner.DEFAULT_TOLERANCE:.2g}"
+        raise OptionError(f"asked for a tolerance of {tolerance!r}; give {usual}")
     return None if tolerance is None else float(tolerance)
 
 
 def checked_norm(max_grad_norm: float | None) -> float | None:
     """Return the most that a gradient's norm may be, or None; OptionError if not above 0."""
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise OptionError(
-            f"asked for max_grad_norm={max_grad_norm!r}; the norm to clip to is above 0, or None"
-        )
+    is_number = isinstance(max_grad_norm, (int, float))
+    if max_grad_norm is not None and not (is_number and max_grad_norm > 0):
+        raise OptionError(f"asked for max_grad_norm={max_grad_norm!r}; it is above 0, or None")
     return max_grad_norm
 
 
-def checked_scope(scope: Scope, memory: MemoryDomain) -> Scope:
-    """Return the scope.
+def check_trained(model: Any, *optimizers: Any) -> None:
+    """Raise OptionError unless these are a module and optimizers, not their classes."""
+    parts = ("step", "param_groups")
+    for each in optimizers:
+        if isinstance(each, type) or not all(hasattr(each, name) for name in parts):
+            raise OptionError(f"asked for the optimizer {each!r:.80}; give a torch.optim.Optimizer")
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"asked for the model {model!r:.80}; give a torch.nn.Module")
 
-    Raises:
-        OptionError: it is neither "process" nor "tree", or "tree" for a budget on a device.
-    """
+
+def checked_scope(scope: Scope, memory: MemoryDomain) -> Scope:
+    """Return the scope, or raise OptionError: it is "process", or on the CPU "tree"."""
     if scope not in ("process", "tree") or (scope == "tree" and isinstance(memory, DeviceMemory)):
         raise OptionError(
-            f"asked for scope={scope!r} of a budget on {memory.name}; scope is 'process', or for a "
-            "model on the CPU 'tree' (child processes too)"
+            f"asked for scope={scope!r} on {memory.name}; scope is 'process', or on the CPU 'tree'"
         )
     return scope
 
 
 def asked_memory(model: nn.Module, budget: Budget) -> MemoryDomain:
-    """Return the memory that a session's budget bounds and whose peak it reports.
-
-    Raises:
-        PlatformError: there is a budget, and the model's memory cannot be bounded.
-    """
+    """Return the memory that a budget bounds; PlatformError if it cannot be bounded there."""
     try:
         memory = memory_of(model)
     except PlatformError:

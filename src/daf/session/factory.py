@@ -26,15 +26,7 @@ from daf.pool.paged_pool import make_store
 from daf.profiling.profiler import Profiler
 from daf.sensitivity.result import Sensitivity
 from daf.sensitivity.tracker import SensitivityTracker
-from daf.session.arguments import (
-    allowed_treatments,
-    checked_scope,
-    checked_tolerance,
-    fixed_policy,
-    may_fuse,
-    policy_name,
-    refuse_what_sends_nothing,
-)
+from daf.session import arguments as asked
 from daf.session.budget_controller import BudgetController
 from daf.session.counters import StepCounters
 from daf.session.noise_controller import NoiseController
@@ -94,7 +86,7 @@ def make_parts(
     release_gradients: ReleaseMode = False,
     spill: SpillOptions | None = None,
     sensitivity: Sensitivity | bool = True,
-    rollback: Path | bool = False,
+    rollback: str | Path | bool = False,
     host_bytes: str | int | None = None,
     scope: Scope = "process",
     can_run_again: bool = True,
@@ -102,20 +94,20 @@ def make_parts(
     """Return a session's parts; arguments and errors are its own; the budget bounds ``memory``."""
     host, has_budget = host_options(model, host_bytes), budget is not None
     if host is not None:
-        refuse_what_sends_nothing(bits, policy, has_budget=has_budget)
-    fixed = fixed_policy(bits, fused=fused, has_budget=has_budget, on_host=host is not None)
+        asked.refuse_what_sends_nothing(bits, policy, has_budget=has_budget)
+    fixed = asked.fixed_policy(bits, fused=fused, has_budget=has_budget, on_host=host is not None)
     store = make_store(parse_optional_bytes(pool_bytes))
     capture = Capture(model, store, spill, host, can_run_again=can_run_again)
     keeper = keeper_of(memory, store.give_back, capture.devices.give_back)
     release = GradientRelease(release_gradients, model, optimizer, capture.parameter_reads)
     gradient = GradientStep(model, optimizer, capture, release, keeper)
-    tolerance = checked_tolerance(tolerance)
-    name = policy_name(bits, policy, has_budget=has_budget)
+    tolerance = asked.checked_tolerance(tolerance)
+    name = asked.policy_name(bits, policy, has_budget=has_budget)
     selector = PlanSelector(Constraints(name, tolerance))
     tracker = SensitivityTracker(model, optimizer, keeper, sensitivity)
     noise = NoiseController(tracker, selector, capture, tolerance, memory)
     counters = StepCounters(capture, memory, release)
-    governor = Governor(budget, bounds=bounds_of(memory), scope=checked_scope(scope, memory))
+    governor = Governor(budget, bounds=bounds_of(memory), scope=asked.checked_scope(scope, memory))
     budget_controller = BudgetController(governor, keeper, capture.release_scratch)
     make_profiler = partial(
         Profiler,
@@ -132,11 +124,11 @@ def make_parts(
     can_spill = spill is not None and isinstance(memory, ProcessMemory)
     plan_controller = PlanController(
         selector,
-        StepProfiles(model, memory, make_profiler, may_fuse=may_fuse(operators, fused=fused)),
+        StepProfiles(model, memory, make_profiler, may_fuse=asked.may_fuse(operators, fused=fused)),
         noise,
         keeper,
         budget_controller,
-        allowed=lambda: allowed_treatments(
+        allowed=lambda: asked.allowed_treatments(
             capture, release, budget_controller.budget_bytes, can_spill=can_spill
         ),
         fixed_policy=fixed,

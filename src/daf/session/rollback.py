@@ -122,13 +122,13 @@ class Rollback:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, asked: Path | bool
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, asked: str | Path | bool
     ) -> None:
         self.watch = DivergenceWatch()
         self.is_on = bool(asked)
         self._model = model
         self._optimizer = optimizer
-        self._path = asked if isinstance(asked, Path) else None
+        self._path = None if isinstance(asked, bool) else Path(asked)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._action = Action.CONTINUE
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from daf.budget.request import Budget, Scope
-from daf.core.errors import BudgetError, ClosedSessionError
+from daf.core.errors import BudgetError, ClosedSessionError, OptionError
 from daf.core.plan import Plan
 from daf.core.step_report import StepReport
 from daf.core.units import parse_optional_bytes
@@ -25,7 +25,7 @@ from daf.offload.spill import SpillOptions
 from daf.planning.policies import strategy_named
 from daf.profiling.model_memory import parameter_bytes
 from daf.sensitivity.result import Sensitivity
-from daf.session.arguments import Operators, asked_memory, checked_norm, refuse_budget_elsewhere
+from daf.session import arguments
 from daf.session.factory import make_parts
 from daf.session.readings import SessionReadings
 from daf.step.batch_cut import BatchDim
@@ -33,7 +33,7 @@ from daf.step.context import StepContext
 from daf.step.dry_run import build_lazy
 from daf.step.evaluation import Evaluation
 from daf.step.gradient_release import ReleaseMode
-from daf.step.microbatch import LossFunction
+from daf.step.microbatch import LossFunction, check_loss
 from daf.step.splitting import Split, Splitting, proof_key
 from daf.torch_compat import compiler
 from daf.torch_compat.function_modes import modes_restored
@@ -107,11 +107,9 @@ class Session(SessionReadings):
         PoolFullError: ``pool_bytes`` was given, and the system grants no addresses.
         PlatformError: a budget for a model on several devices, or on one whose memory cannot be
             bounded; ``host_bytes`` for a model on the CPU.
-        UnknownNameError: no policy has the name ``policy``, or, under a budget, these ``bits``.
-        OptionError: ``bits`` and ``policy`` together; a negative tolerance; ``fused`` under a
-            budget; ``host_bytes`` where nothing would be sent; ``split``, ``operators`` or
-            ``scope`` of another value.
-        ValueError: ``bits`` names no policy.
+        UnknownNameError: no policy has the name ``policy``, or these ``bits``.
+        OptionError: no module, no optimizer; ``bits`` and ``policy`` together; ``fused`` under a
+            budget; ``host_bytes`` where nothing would be sent; another argument's wrong value.
     """
 
     def __init__(
@@ -129,18 +127,18 @@ class Session(SessionReadings):
         allow_batchnorm_split: bool = False,
         split: Split = "auto",
         batch_dim: BatchDim = None,
-        operators: Operators = "auto",
+        operators: arguments.Operators = "auto",
         pool_bytes: str | int | None = None,
         release_gradients: ReleaseMode = False,
         spill: SpillOptions | None = None,
         sensitivity: Sensitivity | bool = True,
-        rollback: Path | bool = False,
+        rollback: str | Path | bool = False,
         host_bytes: str | int | None = None,
         scope: Scope = "process",
     ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        memory = asked_memory(model, budget)
+        arguments.check_trained(model, optimizer)
+        self.model, self.optimizer = model, optimizer
+        memory = arguments.asked_memory(model, budget)
         if baseline_bytes is None:
             baseline_bytes = max(0, memory.held_bytes() - parameter_bytes(model))
         self.baseline_bytes = baseline_bytes
@@ -238,7 +236,7 @@ class Session(SessionReadings):
     @budget.setter
     def budget(self, value: Budget) -> None:
         if value is not None:
-            refuse_budget_elsewhere(self.model, self._runner.counters.memory)
+            arguments.refuse_budget_elsewhere(self.model, self._runner.counters.memory)
             strategy_named(self._plan_controller.selector.constraints.policy)
         self._budget_controller.ask(value)
 
@@ -297,7 +295,7 @@ class Session(SessionReadings):
         A batch with more bytes than any before it is profiled and planned for anew, and so is one
         of another structure, or under another loss function. Sessions of several threads take
         turns: a loss function must not wait for another thread's step. An optimizer that asks for
-        the loss anew (LBFGS) does so by ``backward``; the report is that of its first evaluation.
+        the loss anew (LBFGS, SAM) does so by ``backward``; the report is that of its first pass.
 
         Args:
             batch: any nest of tensors, or any object. What cannot be cut into examples runs whole.
@@ -306,7 +304,7 @@ class Session(SessionReadings):
                 ``torch.nn.utils.clip_grad_norm_``; the report has the norm before.
 
         Raises:
-            DataError: the batch has no such dimension as ``batch_dim`` says.
+            DataError: the batch is empty, or not as ``batch_dim`` says; ``loss_fn`` is no loss.
             BudgetError: the budget cannot hold the step; a ``torch.OutOfMemoryError`` too.
             ClosedSessionError: the session was closed.
             OptionError: ``max_grad_norm`` is not above 0.
@@ -316,8 +314,9 @@ class Session(SessionReadings):
             CommittedStepError: backward failed after parameters had been updated.
             DivergedError: with ``rollback``, the run diverged again, or codes cannot be wider.
         """
-        norm = checked_norm(max_grad_norm)
-        if not compiler.needs_closure(type(self.optimizer).step):
+        norm = arguments.checked_norm(max_grad_norm)
+        passes = compiler.asks_anew(self.optimizer)
+        if not passes:
             with self._turn():
                 return self._runner.run(self._context(batch, loss_fn), norm)
         reports = []
@@ -328,6 +327,8 @@ class Session(SessionReadings):
             self._runner.clip(norm)
             return reports[-1].loss
 
+        if passes == "second":
+            closure()
         self.optimizer.step(closure)
         return reports[0]
 
@@ -337,9 +338,9 @@ class Session(SessionReadings):
         In place of ``loss_fn(model, batch).backward()`` in a loop that clips, scales, accumulates
         or steps several optimizers itself: gradients are the loop's own, so that it clears them.
         Every update of the model's parameters stays in the budget, whichever optimizer makes it:
-        room is made before it, or ``optimizer.step()`` raises BudgetError and changes nothing. The
-        report counts this call as one step. Its loss is unscaled under a ``GradScaler``. Gradients
-        are never released inside.
+        room is made before it, or ``optimizer.step()`` raises BudgetError and changes nothing. One
+        that needs a closure is called with one that clears gradients and calls this. The report
+        counts this call as one step. Its loss is unscaled under a ``GradScaler``.
 
         Args:
             batch: as ``step`` takes it.
@@ -360,10 +361,13 @@ class Session(SessionReadings):
         Raises:
             BudgetError: there is no room for the update; nothing was changed.
             ClosedSessionError: the session was closed.
-            OptionError: ``max_grad_norm`` is not above 0.
+            OptionError: ``max_grad_norm`` is not above 0, or the optimizer needs a closure.
         """
+        if compiler.asks_anew(self.optimizer):
+            name = type(self.optimizer).__name__
+            raise OptionError(f"asked {name} to update without the loss; try session.step")
         with self._turn():
-            return self._runner.update(checked_norm(max_grad_norm))
+            return self._runner.update(arguments.checked_norm(max_grad_norm))
 
     def evaluate(self, batch: Any, fn: LossFunction) -> Any:
         """Return ``fn(model, batch)`` without gradients, within the budget between steps.
@@ -377,16 +381,18 @@ class Session(SessionReadings):
                 with a row for each example. It may run several times.
 
         Raises:
-            DataError: the batch has no such dimension as ``batch_dim`` says.
+            DataError: the batch or ``fn`` are not as ``step`` takes them.
             BudgetError: the budget does not hold the whole, or the smallest part that is proven.
             ClosedSessionError: the session was closed.
             SplitError: the parts' results do not join, as those of a few examples did.
         """
         with self._turn():
+            check_loss(fn)
             build_lazy(self.model, batch, fn)
             return self._evaluation.run(batch, fn, self.budget_bytes)
 
     def _context(self, batch: Any, loss_fn: LossFunction) -> StepContext:
+        check_loss(loss_fn)
         if self._proven_for is None or self._is_resumed:
             build_lazy(self.model, batch, loss_fn)
             key = proof_key(self.model, batch, loss_fn)

@@ -222,6 +222,7 @@ class StepRunner:
             return self._go_back(loss, running, 1000 * (time.perf_counter() - start_s))
         norm = self.clip(max_grad_norm) if updates else None
         if updates:
+            self._refuse_other_parameters()
             with self._updating(self._needed_bytes(self.optimizer)):
                 compiler.step(self.optimizer)
             self.retries.users.note_updated()
@@ -244,6 +245,15 @@ class StepRunner:
             budget_bytes=budget_bytes,
             **noise,
         )
+
+    def _refuse_other_parameters(self) -> None:
+        """Raise OptionError if the first update would change nothing: it is of another model."""
+        kind, groups = type(self.optimizer), self.optimizer.param_groups
+        is_checked = self.counters.step_index == 0 and kind.__module__.startswith("torch.")
+        has_any = any(each.grad is not None for group in groups for each in group["params"])
+        if is_checked and not (has_any or self.retries.gradient.release.committed):
+            asked = f"asked {kind.__name__} to update parameters to which the loss does not lead"
+            raise errors.OptionError(f"{asked}; make the optimizer over this model's")
 
     def _run_watched(self, context: StepContext, plan: Plan) -> tuple[float, Plan, bool]:
         """Return the loss, the plan that held, and True if the run has diverged under its codes."""

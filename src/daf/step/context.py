@@ -49,10 +49,10 @@ class StepContext:
         kind = kind_of(model, batch, loss_fn)
         choice = splitting.choice(kind, batch)
         info = BatchInfo(choice.cut.size(batch), batch_bytes(batch))
-        if not callable(loss_fn) or (not info.nbytes and tensors_in_batch(batch)):
+        if not info.nbytes and tensors_in_batch(batch):
             raise DataError(
-                f"asked to train on a {type(batch).__name__} with {loss_fn!r:.80}; give a batch "
-                "whose tensors are not all empty, and a function loss_fn(model, batch)"
+                f"asked to train on a {type(batch).__name__} whose tensors are all empty; give a "
+                "batch of one example or more"
             )
         return StepContext(batch, loss_fn, info, choice, splitting, kind, seed, index)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from daf.torch_compat.modules import AnyBatchNorm
 from daf.torch_compat.pytree import tensors_inside
 
 LossFunction = Callable[[nn.Module, Any], Any]
+_OF_OUTPUTS = ("torch.nn.functional", "torch.nn.modules.loss")  # losses that take no model
 
 
 def likely_cut(batch: Any) -> BatchCut:
@@ -59,16 +62,31 @@ class WeightedLoss:
         return (self.total.to(wide) / self.weight.to(wide)).to(self.total.dtype)
 
 
+def check_loss(loss_fn: Any) -> None:
+    """Raise DataError unless this can be called as ``loss_fn(model, batch)``."""
+    if isinstance(loss_fn, FunctionType) and loss_fn.__code__.co_argcount == 2:
+        return  # nearly all are so, and a signature takes as long as a small operator
+    takes = hasattr(loss_fn, "__wrapped__") or getattr(loss_fn, "__module__", "") not in _OF_OUTPUTS
+    try:
+        signature(loss_fn, follow_wrapped=False).bind(None, None)
+    except ValueError:
+        pass  # of native code, that has no signature
+    except TypeError:
+        takes = False
+    if not takes:
+        raise DataError(
+            f"asked to call {loss_fn!r:.80} with a model and a batch, which it does not take; give "
+            "a function such as lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
+        )
+
+
 def read_loss(result: Any, examples: int) -> WeightedLoss:
     """Read what ``loss_fn`` returned: a scalar mean, or ``(sum, weight)``; DataError for others."""
-    if isinstance(result, tuple) and len(result) == 2:
-        total, weight = result
-        loss = WeightedLoss(total, _weight_beside(total, weight), is_sum=True)
-    else:
-        loss = WeightedLoss(result, float(examples), is_sum=False)
-    total = loss.total
+    is_sum = isinstance(result, tuple) and len(result) == 2
+    total, weight = result if is_sum else (result, float(examples))
+    weight = _weight_beside(total, weight)
     is_trained = isinstance(total, Tensor) and total.requires_grad >= torch.is_grad_enabled()
-    if not is_trained or total.numel() != 1 or total.is_complex():
+    if weight is None or not is_trained or total.numel() != 1 or total.is_complex():
         if isinstance(result, Tensor):
             trained = "" if is_trained else " to which no parameter that trains leads"
             found = f"a tensor of shape {tuple(result.shape)} and {result.dtype}{trained}"
@@ -77,16 +95,19 @@ def read_loss(result: Any, examples: int) -> WeightedLoss:
         raise DataError(
             f"loss_fn must return a scalar tensor (the mean) or (sum, weight); it returned {found}"
         )
-    return loss
+    return WeightedLoss(total, weight, is_sum)
 
 
-def _weight_beside(total: Any, weight: Any) -> float | Tensor:
-    """Copy the weight: a tensor may be overwritten before it is read."""
-    if not isinstance(weight, Tensor) or weight.numel() != 1:
+def _weight_beside(total: Any, weight: Any) -> float | Tensor | None:
+    """Copy the weight: a tensor may be overwritten before it is read. None: it is no number."""
+    are_tensors = isinstance(total, Tensor) and isinstance(weight, Tensor)
+    if are_tensors and weight.numel() == 1 and weight.device == total.device:
+        copy: Tensor = weight.detach().reshape(()).clone()
+        return copy
+    try:
         return float(weight)
-    if not isinstance(total, Tensor) or weight.device != total.device:
-        return float(weight)
-    return weight.detach().reshape(()).clone()
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def scale_gradients(parameters: list[nn.Parameter], factor: float) -> None:

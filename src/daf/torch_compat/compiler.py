@@ -99,7 +99,11 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     """Call ``optimizer.step()`` without importing the compiler: the same arithmetic."""
     eager = None if is_loaded() or _is_special(optimizer) else _eager_step(optimizer)
     if eager is None:
-        optimizer.step()
+        try:
+            optimizer.step()
+        except Exception as error:
+            error.add_note("daf: it was called without a closure; see Session.backward for others")
+            raise
         return
     with torch.no_grad():
         eager(optimizer)
@@ -114,9 +118,15 @@ def _eager_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any] | None
     return eager
 
 
+def asks_anew(optimizer: torch.optim.Optimizer) -> str:
+    """Return the "first" pass (LBFGS) or "second" (SAM) that its step asks for; "" for none."""
+    if _needs_closure(type(optimizer).step):
+        return "first"
+    return "second" * (hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"))
+
+
 @cache
-def needs_closure(step: Callable[..., Any]) -> bool:
-    """True for the ``step`` of an optimizer that asks for the loss anew, as LBFGS does."""
+def _needs_closure(step: Callable[..., Any]) -> bool:
     closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

@@ -14,12 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daf.operators.chunked.cross_entropy import (
-    Reduction,
-    loss_to_softmax,
-    scale_of,
-    softmax_to_gradient,
-)
+from daf.operators.chunked import cross_entropy
 from daf.operators.fused_function import differentiable_gradients
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.ownership import is_held_by_none_but
@@ -31,7 +26,7 @@ class RowLoss(NamedTuple):
     """What ``F.cross_entropy`` is asked for, by the names of its arguments."""
 
     ignore_index: int = -100
-    reduction: Reduction = "mean"
+    reduction: cross_entropy.Reduction = "mean"
     label_smoothing: float = 0.0
 
 
@@ -103,8 +98,10 @@ def _write_gradient(
             part = rows[chunk].float()
         elif out is not rows:
             part.copy_(rows[chunk])
-        loss_to_softmax(part, target[chunk], counted[chunk], loss.label_smoothing)
-        softmax_to_gradient(part, target[chunk], counted[chunk], loss.label_smoothing, scale)
+        cross_entropy.loss_to_softmax(part, target[chunk], counted[chunk], loss.label_smoothing)
+        cross_entropy.softmax_to_gradient(
+            part, target[chunk], counted[chunk], loss.label_smoothing, scale
+        )
         if out.dtype != torch.float32:
             out[chunk].copy_(part)
 
@@ -114,4 +111,4 @@ def _rows_in_chunk(rows: Tensor) -> int:
 
 
 def _scale_of(target: Tensor, loss: RowLoss) -> Tensor:
-    return scale_of(target != loss.ignore_index, loss.reduction, torch.float32)
+    return cross_entropy.scale_of(target != loss.ignore_index, loss.reduction, torch.float32)

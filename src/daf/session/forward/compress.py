@@ -25,7 +25,7 @@ from daf.core.notebook import card
 from daf.core.plan import Plan
 from daf.core.reports import SiteReport
 from daf.memory import process_memory
-from daf.session.arguments import asked_memory, checked_tolerance
+from daf.session.arguments import asked_memory, check_trained, checked_tolerance
 from daf.session.forward.losses import Losses
 from daf.session.forward.runner import ForwardRunner
 from daf.torch_compat.modules import Uncopied, around_calls
@@ -208,15 +208,13 @@ def compress(model: nn.Module, bits: int | str | None = None, **options: Any) ->
         BudgetError: inside, or in backward or an update: the budget cannot hold them;
             ``least_bytes`` is the least that could. A ``torch.OutOfMemoryError`` too.
         UnitError: the budget cannot be read.
-        OptionError: ``bits`` and a budget together.
+        OptionError: ``bits`` and a budget together; no module; another option's wrong value.
     """
+    check_trained(model)
     if "budget" not in options:
         return codes.compress(model, 2 if bits is None else bits, **options)
     if bits is not None:
-        raise OptionError(
-            f"asked for bits={bits!r} and a budget; under a budget the planner chooses them; "
-            "give one of the two"
-        )
+        raise OptionError(f"asked for bits={bits!r} and a budget; give one of the two")
     found = BudgetedForward.of(model)
     if found is None:
         return BudgetedForward(model, **options)
@@ -234,7 +232,9 @@ class ScriptModels:
     def __init__(
         self, budget: Budget, tolerance: float | None, tell: Callable[[str], object]
     ) -> None:
-        self._budget, self._tolerance = budget, tolerance
+        self._budget, self._tolerance = budget, checked_tolerance(tolerance)
+        if not callable(budget):
+            parse_budget(budget)  # before the first model, which may never come
         self._tell = tell
         self._reports: dict[int, dict[str, Any]] = {}  # by number, as models come and go
 
