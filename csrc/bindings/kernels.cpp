@@ -109,7 +109,7 @@ void measure_ranges(const std::string& set, const nb::tuple& record, uint64_t ch
   const auto kernel = table_named(set).measure_ranges;
   const nb::gil_scoped_release release;
   clear_cells(job);
-  run_shares([&](size_t share) { return kernel(job, share, share + 1); }, job.plan.shares);
+  run_shares([&](size_t first, size_t last) { return kernel(job, first, last); }, job.plan.shares);
   finish_ranges(job);
 }
 
