@@ -48,8 +48,9 @@ Call read_call(const nb::tuple& record) {
 }
 
 Sums sums_of(const Call& call) {
-  const SumsPlan plan = plan_sums(call.paged.job.count, call.sums.channels, call.threads);
-  return lay_out(plan, call.sums.workspace, call.sums.sums, call.sums.squares);
+  const SumsPlan plan = plan_sums(call.paged.job.count, call.channels, call.threads);
+  const auto workspace = reinterpret_cast<uintptr_t>(call.workspace);
+  return lay_out(plan, workspace, call.sums.sums, call.sums.squares);
 }
 
 MeasureRows rows_of(const Call& call) {
@@ -64,8 +65,8 @@ MeasureRows rows_of(const Call& call) {
 
 bool run(Call& call, const KernelTable& table) {
   const nb::gil_scoped_release release;
-  if (call.sums.sums) return run_summing(call.paged, sums_of(call));
   if (call.paged.job.row_gradient.length) return run_row_gradient(call.paged, call.threads);
+  if (call.sums.sums) return run_summing(call.paged, sums_of(call));
   if (call.moments.epsilon < 0) return run_blocks(call.paged, call.blocks, call.threads);
   call.paged.job.source.affine.growing = true;
   return run_rows(call.paged, rows_of(call), table, call.threads);
