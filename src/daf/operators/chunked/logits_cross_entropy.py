@@ -8,14 +8,14 @@ gradient over them where nobody else holds them.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from daf.operators.chunked.cross_entropy import (
-    Reduction,
+    RowLoss,
     loss_to_softmax,
     scale_of,
     softmax_to_gradient,
@@ -25,14 +25,6 @@ from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.ownership import is_held_by_none_but
 
 _CHUNK_ELEMENTS = 2**18  # a megabyte of float32, which stays in a core's cache over its operators
-
-
-class RowLoss(NamedTuple):
-    """What ``F.cross_entropy`` is asked for, by the names of its arguments."""
-
-    ignore_index: int = -100
-    reduction: Reduction = "mean"
-    label_smoothing: float = 0.0
 
 
 def logits_cross_entropy(logits: Tensor, target: Tensor, loss: RowLoss) -> Tensor:
