@@ -98,12 +98,12 @@ uint64_t sums_workspace_bytes(uint64_t count, uint64_t channels, uint64_t inner,
   return workspace_bytes(plan_sums(count, columns(channels, inner), threads));
 }
 
-void measure_ranges(const std::string& set, const nb::tuple& record, uint64_t channels,
-                    uint64_t inner, uintptr_t least, uintptr_t greatest, uintptr_t workspace,
-                    int strategy) {
+void measure_ranges(const std::string& set, const nb::tuple& record, uintptr_t least,
+                    uintptr_t greatest, int strategy) {
   const Call call = read_call(record);
-  MeasureRanges job =
-      lay_out(plan_of(call.paged.job.count, channels, inner, call.threads, strategy), workspace);
+  const RangesPlan plan =
+      plan_ranges(call.paged.job.count, call.channels, call.threads, RangeStrategy(strategy));
+  MeasureRanges job = lay_out(plan, reinterpret_cast<uintptr_t>(call.workspace));
   job.elements = call.paged.job;
   job.least = reinterpret_cast<float*>(least);
   job.greatest = reinterpret_cast<float*>(greatest);

@@ -48,7 +48,7 @@ class Native:
         moved = self._room(len(source), source.dtype).fill(source)
         least, greatest = self._room(channels, np.float32), self._room(channels, np.float32)
         workspace = self._room(reductions.ranges_workspace_bytes(*shape, self.strategy), np.uint8)
-        reductions.measure_ranges(
+        native_calls.measure_ranges(
             *(moved.address, self.element_type, len(source), least.address, greatest.address),
             *(workspace.address, self.threads, channels, inner, self.strategy),
         )
@@ -293,7 +293,7 @@ GOOD_SUMS = (1, 1, AT + 2048, AT + 4096, AT + 8192)
 
 
 def test_the_good_calls_are_good() -> None:
-    reductions.measure_ranges(*GOOD_RANGES)
+    native_calls.measure_ranges(*GOOD_RANGES)
     measure_sums(AT, F32, 256, GOOD_SUMS, 1)
 
 
@@ -308,7 +308,7 @@ def test_bad_ranges_are_refused(place, value) -> None:
     arguments = list(GOOD_RANGES)
     arguments[place] = value
     with pytest.raises(KernelError, match="asked for"):
-        reductions.measure_ranges(*arguments)
+        native_calls.measure_ranges(*arguments)
 
 
 @pytest.mark.parametrize(

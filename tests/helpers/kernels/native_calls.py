@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from daf.core.code_format import ElementType, Predicate
 from daf.kernels import Codec, PageFields
-from daf.kernels.cpu import codecs
+from daf.kernels.cpu import codecs, reductions
 from daf.kernels.cpu.job import Job
 from daf.kernels.normalisation import (
     Channels,
@@ -71,6 +71,14 @@ def channel_sums(channels: int, inner: int, sums: int, squares: int, workspace: 
         "geometry": Geometry(channels, inner, 0),
         "workspace": _memory(workspace),
     }
+
+
+def measure_ranges(
+    source, element_type, count, least, greatest, workspace, threads, channels, inner, strategy
+) -> None:
+    geometry, ends = Geometry(channels, inner, count), (Memory(least), Memory(greatest))
+    job = Job(threads, count, element_type, source, geometry=geometry)
+    reductions.measure_ranges(job._replace(workspace=_memory(workspace)), *ends, strategy)
 
 
 def gradient_pass(

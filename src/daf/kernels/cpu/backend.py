@@ -47,13 +47,13 @@ class CpuBackend(Backend):
     def measure_ranges(
         self, items: Tensor, strategy: kernels.RangeStrategy, channels: int, inner: int
     ) -> tuple[Tensor, Tensor]:
-        count, threads, cut = items.numel(), torch.get_num_threads(), (channels, inner, strategy)
-        size_bytes = reductions.ranges_workspace_bytes(count, threads, *cut)
+        count, threads = items.numel(), torch.get_num_threads()
+        size_bytes = reductions.ranges_workspace_bytes(count, threads, channels, inner, strategy)
         workspace = torch.empty(max(1, size_bytes), dtype=torch.uint8)
         low, high = torch.empty((2, channels), dtype=torch.float32).unbind()
-        source = (items.data_ptr(), element_type(items.dtype), count)
-        places = (low.data_ptr(), high.data_ptr(), workspace.data_ptr())
-        reductions.measure_ranges(*source, *places, threads, *cut)
+        job = Job(threads, count, element_type(items.dtype), items.data_ptr(), workspace=workspace)
+        job = job._replace(geometry=norms.Geometry(channels, inner, count))
+        reductions.measure_ranges(job, low, high, strategy)
         return low, high
 
     def channel_statistics(
