@@ -21,7 +21,7 @@ function(daf_add_kernels target)
   endforeach()
   daf_add_kernel_set(${target} portable)
   target_include_directories(${target} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}")
-  target_compile_features(${target} PRIVATE cxx_std_17)
+  target_compile_features(${target} PRIVATE cxx_std_20)
   find_package(Threads REQUIRED)
   target_link_libraries(${target} PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
 

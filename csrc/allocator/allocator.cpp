@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -19,23 +20,16 @@ namespace {
 // Addresses are free: reserving many times the memory makes their fragmentation harmless.
 constexpr uint64_t range_per_memory = 16;
 
-uint64_t physical_bytes() {
-  return uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGESIZE));
-}
-
 // A child has only the forking thread, so every lock must be free. It has no limit and no account:
 // calls pass through to the C library until it installs again. It drops its recycled pages, so that
 // the parent's next writes copy none.
-void before_fork() { state().lock(); }
-void after_fork_in_parent() { state().unlock(); }
-void after_fork_in_child() {
-  state().forget_owners_locked();
-  state().unlock();
-}
-
 State* make_state() {
   auto* made = new State;
-  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  const auto in_child = [] {
+    state().forget_owners_locked();
+    state().unlock();
+  };
+  pthread_atfork([] { state().lock(); }, [] { state().unlock(); }, in_child);
   return made;
 }
 
@@ -111,10 +105,6 @@ int allocate_large(void** pointer, size_t alignment, size_t bytes, bool must) {
   }
 }
 
-bool is_alignment(size_t alignment) {
-  return alignment >= sizeof(void*) && (alignment & (alignment - 1)) == 0;
-}
-
 }  // namespace
 
 // Never destroyed: other libraries' destructors free blocks while the process ends.
@@ -139,7 +129,8 @@ void forget_small(void* pointer) {
 }
 
 int allocate(void** pointer, size_t alignment, size_t bytes, bool must) {
-  if (bytes == 0 || !is_alignment(alignment)) return ::posix_memalign(pointer, alignment, bytes);
+  const bool is_alignment = alignment >= sizeof(void*) && std::has_single_bit(alignment);
+  if (bytes == 0 || !is_alignment) return ::posix_memalign(pointer, alignment, bytes);
   const bool large = bytes >= large_from_bytes && alignment <= slot_bytes;
   return large ? allocate_large(pointer, alignment, bytes, must)
                : allocate_small(pointer, alignment, bytes, must);
@@ -156,7 +147,8 @@ std::string unsupported_reason() { return ""; }
 std::string install() {
   State& now = state();
   const std::lock_guard<std::mutex> guard(now.install_mutex);
-  if (!now.heap.reserve(range_per_memory * physical_bytes()))
+  const uint64_t pages = uint64_t(sysconf(_SC_PHYS_PAGES));
+  if (!now.heap.reserve(range_per_memory * pages * uint64_t(sysconf(_SC_PAGESIZE))))
     return "the system grants no 1 GiB of address space (see ulimit -v)";
   // Until `open` below, redirected calls pass through to the C library.
   now.relocations.apply(births | deaths);

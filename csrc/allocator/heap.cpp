@@ -14,16 +14,6 @@ namespace {
 
 constexpr uint64_t reuse_excess_divisor = 4;  // a reused block is at most 25 % too large
 
-bool close_enough(uint64_t found_bytes, uint64_t wanted_bytes) {
-  return found_bytes - wanted_bytes <= wanted_bytes / reuse_excess_divisor;
-}
-
-void* map_table(uint64_t bytes) {
-  constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
-  return found == MAP_FAILED ? nullptr : found;
-}
-
 }  // namespace
 
 bool BlockHeap::reserve(uint64_t range_bytes) {
@@ -31,7 +21,10 @@ bool BlockHeap::reserve(uint64_t range_bytes) {
   if (blocks_) return true;
   if (!range_.reserve(range_bytes)) return false;
   // The table is as sparse as the range: only used entries become resident.
-  blocks_ = static_cast<Block*>(map_table(range_.slots() * sizeof(Block)));
+  const uint64_t bytes = range_.slots() * sizeof(Block);
+  constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* table = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (table != MAP_FAILED) blocks_ = static_cast<Block*>(table);
   return blocks_ != nullptr;
 }
 
@@ -90,7 +83,8 @@ bool BlockHeap::reuse(uint64_t held_bytes, uint32_t* slot) {
   const uint32_t count = slots_for(held_bytes);
   const uint64_t whole_bytes = count * slot_bytes;
   const bool splits = found_bytes >= whole_bytes + large_from_bytes;
-  if (!close_enough(splits ? whole_bytes : found_bytes, held_bytes)) return false;
+  const uint64_t excess_bytes = (splits ? whole_bytes : found_bytes) - held_bytes;
+  if (excess_bytes > held_bytes / reuse_excess_divisor) return false;
   *slot = std::get<2>(*found);
   if (splits) {
     drop_first(*slot, count);  // the rest stays recycled with its age
@@ -200,7 +194,7 @@ uint64_t BlockHeap::gather_tail(uint32_t to, uint64_t wanted_bytes) {
   const uint64_t movable_bytes = std::min(held_bytes, blocks_[from].first_mapping_bytes);
   const uint64_t moved_bytes = std::min(movable_bytes, wanted_bytes);
   if (moved_bytes == 0) return 0;
-  if (!range_.move_part(from, to, moved_bytes)) {
+  if (!range_.move(from, to, moved_bytes)) {
     blocks_[to].first_mapping_bytes = 0;  // unknown from now on
     return 0;
   }

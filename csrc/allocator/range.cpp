@@ -67,6 +67,7 @@ bool AddressRange::commit(uint32_t slot, uint64_t bytes) {
 }
 
 bool AddressRange::move(uint32_t from, uint32_t to, uint64_t bytes) {
+  if (!can_move_) return false;
   // DONTUNMAP keeps the source mapped: another mmap in the hole would look like ours.
   constexpr int flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
   if (mremap(address(from), bytes, bytes, flags, address(to)) != MAP_FAILED) return true;
@@ -81,12 +82,8 @@ bool AddressRange::move(uint32_t from, uint32_t to, uint64_t bytes) {
 uint32_t AddressRange::move_pages(uint32_t from, uint32_t to, uint32_t count) {
   // One by one: after an earlier move they may lie in several mappings.
   uint32_t moved = 0;
-  while (can_move_ && moved < count && move(from + moved, to + moved, slot_bytes)) ++moved;
+  while (moved < count && move(from + moved, to + moved, slot_bytes)) ++moved;
   return moved;
-}
-
-bool AddressRange::move_part(uint32_t from, uint32_t to, uint64_t bytes) {
-  return can_move_ && move(from, to, bytes);
 }
 
 void AddressRange::discard(uint32_t slot, uint64_t first_byte, uint64_t end_byte) {

@@ -47,15 +47,13 @@ class AddressRange {
   // reserved and empty. Returns how many slots moved: 0 before Linux 5.7.
   uint32_t move_pages(uint32_t from, uint32_t to, uint32_t count);
   // Moves the first `bytes` of a slot, whole pages, likewise; false if the kernel cannot.
-  bool move_part(uint32_t from, uint32_t to, uint64_t bytes);
+  bool move(uint32_t from, uint32_t to, uint64_t bytes);
   // Returns the pages between two page-aligned offsets to the system; they then read as zeros.
   void discard(uint32_t slot, uint64_t first_byte, uint64_t end_byte);
   // Returns the pages of these slots to the system and the slots to `take`.
   void give_back(uint32_t first, uint32_t count);
 
  private:
-  bool move(uint32_t from, uint32_t to, uint64_t bytes);
-
   uintptr_t base_ = 0;
   uint64_t bytes_ = 0;
   uintptr_t reserved_base_ = 0;

@@ -143,26 +143,23 @@ void Relocations::restore(uint32_t which) { walk(0, which); }
 
 // Writes inside the walk, under the linker's lock, so that no library is unloaded meanwhile.
 void Relocations::walk(uint32_t apply, uint32_t restore) {
-  resolve();
+  // Before the walk: looking up takes a lock that must not be awaited under the walk's.
+  for (size_t index = resolved_.size(); index < redirections_.size(); ++index) {
+    const char* symbol = redirections_[index].symbol;
+    resolved_.push_back(reinterpret_cast<uintptr_t>(dlsym(RTLD_DEFAULT, symbol)));
+  }
   apply_ = apply;
   restore_ = restore;
   first_ = true;
   dl_iterate_phdr(&Relocations::visit, this);
 }
 
-// Before the walk: looking up takes a lock that must not be awaited under the walk's.
-void Relocations::resolve() {
-  if (!resolved_.empty()) return;
-  for (const Redirection& redirection : redirections_) {
-    resolved_.push_back(reinterpret_cast<uintptr_t>(dlsym(RTLD_DEFAULT, redirection.symbol)));
-  }
-}
-
 int Relocations::visit(dl_phdr_info* info, size_t, void* opaque) {
   auto& self = *static_cast<Relocations*>(opaque);
   if (self.first_) {
     self.first_ = false;
-    if (self.unchanged(*info)) {
+    const bool is_same = info->dlpi_adds == self.loaded_ && info->dlpi_subs == self.unloaded_;
+    if (is_same && !self.libraries_.empty()) {
       for (const Slots& library : self.libraries_) self.update(library);
       return 1;
     }
@@ -175,10 +172,6 @@ int Relocations::visit(dl_phdr_info* info, size_t, void* opaque) {
   self.update(library);
   self.libraries_.push_back(std::move(library));
   return 0;
-}
-
-bool Relocations::unchanged(const dl_phdr_info& info) const {
-  return !libraries_.empty() && info.dlpi_adds == loaded_ && info.dlpi_subs == unloaded_;
 }
 
 Relocations::Slots Relocations::scan(const dl_phdr_info& info) const {

@@ -65,9 +65,7 @@ class Relocations {
 
   static int visit(dl_phdr_info* info, size_t size, void* self);
   void walk(uint32_t apply, uint32_t restore);
-  bool unchanged(const dl_phdr_info& info) const;
   Slots scan(const dl_phdr_info& info) const;
-  void resolve();
   bool is_due(const Slot& slot) const;
   void update(const Slots& library);
   void update(const Slot& slot);

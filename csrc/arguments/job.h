@@ -27,7 +27,8 @@ struct Affine {
   bool growing = false;  // another thread writes it meanwhile
 };
 
-// What a reader of blocks also writes: daf.kernels.Emission, whose `most` is NaN for no bound.
+// What a reader of blocks also writes: daf.kernels.normalisation.NormOutput, whose `most` is NaN
+// for no bound.
 struct Emission {
   float* destination = nullptr;  // none: no emission
   const float* addend = nullptr;
@@ -37,7 +38,7 @@ struct Emission {
 };
 
 // What a writer of blocks does with normalised values instead of writing them:
-// daf.kernels.NormGradient, section 10 of docs/format.md.
+// section 10 of docs/format.md.
 struct NormGradient {
   const float* gradient = nullptr;  // none: values are written
   float* destination = nullptr;

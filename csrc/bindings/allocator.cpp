@@ -39,7 +39,7 @@ nb::object set_reclaim(nb::object hook) {
 
 nb::tuple settings() {
   const allocator::Settings now = allocator::settings();
-  return nb::make_tuple(bytes_or_none(now.cap_bytes), bytes_or_none(now.limit_bytes));
+  return nb::make_tuple(bound_of(now.cap_bytes), bound_of(now.limit_bytes));
 }
 
 void put(nb::dict& into, const char* name, const Gauge& gauge) {
@@ -131,21 +131,15 @@ void bind_allocator(nb::module_& parent) {
   module.def("remove", &allocator::remove, nb::call_guard<nb::gil_scoped_release>());
   module.def("refresh", &allocator::refresh);
   module.def("is_installed", &allocator::is_installed);
-  module.def(
-      "set_cap", [](nb::object bytes) { allocator::set_cap(bytes_or_no_limit(bytes)); },
-      nb::arg("bytes").none());
-  module.def(
-      "set_limit", [](nb::object bytes) { allocator::set_limit(bytes_or_no_limit(bytes)); },
-      nb::arg("bytes").none());
+  module.def("set_cap", [](Bound bytes) { allocator::set_cap(bytes_of(bytes)); });
+  module.def("set_limit", [](Bound bytes) { allocator::set_limit(bytes_of(bytes)); });
   module.def("settings", &settings);
   module.def("set_reclaim", &set_reclaim, nb::arg("hook").none());
   module.def("count_refusal", &allocator::count_refusal);
   module.def("refuse_after", &allocator::refuse_after, nb::arg("requests"));
   module.def("charge_external", &allocator::charge_external);
   module.def("discharge_external", &allocator::discharge_external);
-  module.def(
-      "trim", [](nb::object bytes) { return allocator::trim(bytes_or_no_limit(bytes)); },
-      nb::arg("bytes").none());
+  module.def("trim", [](Bound bytes) { return allocator::trim(bytes_of(bytes)); });
   module.def("drop_unwinding_tables", &allocator::drop_unwinding_tables);
   module.def("statistics", &statistics);
   module.def("refusals", [] { return allocator::account().refusals.value(); });

@@ -2,19 +2,18 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace daf {
 
-// Bytes of which the largest number stands for no bound: None.
-inline nanobind::object bytes_or_none(uint64_t bytes) {
-  return bytes == ~uint64_t(0) ? nanobind::none() : nanobind::object(nanobind::int_(bytes));
-}
+// A bound in bytes, to C++ the largest number where there is none: None.
+using Bound = std::optional<uint64_t>;
 
-inline uint64_t bytes_or_no_limit(nanobind::handle bytes) {
-  return bytes.is_none() ? ~uint64_t(0) : nanobind::cast<uint64_t>(bytes);
-}
+inline Bound bound_of(uint64_t bytes) { return bytes == ~uint64_t(0) ? Bound() : bytes; }
+inline uint64_t bytes_of(Bound bound) { return bound.value_or(~uint64_t(0)); }
 
 void bind_allocator(nanobind::module_& module);
 void bind_kernels(nanobind::module_& module);

@@ -48,8 +48,9 @@ Call read_call(const nb::tuple& record) {
 }
 
 Sums sums_of(const Call& call) {
-  const SumsPlan plan = plan_sums(call.paged.job.count, call.sums.channels, call.threads);
-  return lay_out(plan, call.sums.workspace, call.sums.sums, call.sums.squares);
+  const SumsPlan plan = plan_sums(call.paged.job.count, call.channels, call.threads);
+  const auto workspace = reinterpret_cast<uintptr_t>(call.workspace);
+  return lay_out(plan, workspace, call.sums.sums, call.sums.squares);
 }
 
 MeasureRows rows_of(const Call& call) {
@@ -64,8 +65,8 @@ MeasureRows rows_of(const Call& call) {
 
 bool run(Call& call, const KernelTable& table) {
   const nb::gil_scoped_release release;
-  if (call.sums.sums) return run_summing(call.paged, sums_of(call));
   if (call.paged.job.row_gradient.length) return run_row_gradient(call.paged, call.threads);
+  if (call.sums.sums) return run_summing(call.paged, sums_of(call));
   if (call.moments.epsilon < 0) return run_blocks(call.paged, call.blocks, call.threads);
   call.paged.job.source.affine.growing = true;
   return run_rows(call.paged, rows_of(call), table, call.threads);
@@ -97,19 +98,19 @@ uint64_t sums_workspace_bytes(uint64_t count, uint64_t channels, uint64_t inner,
   return workspace_bytes(plan_sums(count, columns(channels, inner), threads));
 }
 
-void measure_ranges(const std::string& set, const nb::tuple& record, uint64_t channels,
-                    uint64_t inner, uintptr_t least, uintptr_t greatest, uintptr_t workspace,
-                    int strategy) {
+void measure_ranges(const std::string& set, const nb::tuple& record, uintptr_t least,
+                    uintptr_t greatest, int strategy) {
   const Call call = read_call(record);
-  MeasureRanges job =
-      lay_out(plan_of(call.paged.job.count, channels, inner, call.threads, strategy), workspace);
+  const RangesPlan plan =
+      plan_ranges(call.paged.job.count, call.channels, call.threads, RangeStrategy(strategy));
+  MeasureRanges job = lay_out(plan, reinterpret_cast<uintptr_t>(call.workspace));
   job.elements = call.paged.job;
   job.least = reinterpret_cast<float*>(least);
   job.greatest = reinterpret_cast<float*>(greatest);
   const auto kernel = table_named(set).measure_ranges;
   const nb::gil_scoped_release release;
   clear_cells(job);
-  run_shares([&](size_t share) { return kernel(job, share, share + 1); }, job.plan.shares);
+  run_shares([&](size_t first, size_t last) { return kernel(job, first, last); }, job.plan.shares);
   finish_ranges(job);
 }
 

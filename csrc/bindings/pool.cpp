@@ -74,7 +74,7 @@ nb::list take_lost(Pool& pool) {
 nb::tuple statistics(Pool& pool) {
   const paging::Statistics now = pool.statistics();
   return nb::make_tuple(now.payload_bytes, now.wasted_bytes, now.free_bytes, now.metadata_bytes,
-                        bytes_or_none(now.cap_bytes), now.live_peak_bytes, now.held_peak_bytes,
+                        bound_of(now.cap_bytes), now.live_peak_bytes, now.held_peak_bytes,
                         now.evictable_pages, now.live_pages, now.live_tensors, now.evicted_pages,
                         now.evicted_payload_bytes, now.grown_bytes, now.returned_bytes);
 }
@@ -83,11 +83,10 @@ void bind_class(nb::module_& module) {
   nb::class_<Pool>(module, "Pool")
       .def(
           "__init__",
-          [](Pool* self, uint64_t reserve_bytes, uint64_t page_bytes, nb::object cap_bytes,
+          [](Pool* self, uint64_t reserve_bytes, uint64_t page_bytes, Bound cap_bytes,
              uint64_t increment_bytes, bool poison, bool charged, bool elsewhere) {
-            new (self)
-                Pool({reserve_bytes, page_bytes, bytes_or_no_limit(cap_bytes), increment_bytes,
-                      false, poison, elsewhere, charged ? process_account : paging::Lender{}});
+            new (self) Pool({reserve_bytes, page_bytes, bytes_of(cap_bytes), increment_bytes, false,
+                             poison, elsewhere, charged ? process_account : paging::Lender{}});
           },
           nb::arg("reserve_bytes"), nb::arg("page_bytes"), nb::arg("cap_bytes").none(),
           nb::arg("increment_bytes"), nb::arg("poison"), nb::arg("charged") = false,
@@ -102,13 +101,10 @@ void bind_class(nb::module_& module) {
            })
       .def("unpin", &Pool::unpin, unlocked())
       .def("live_bytes", &Pool::live_bytes, unlocked())
-      .def(
-          "set_cap",
-          [](Pool& pool, nb::object bytes) {
-            const uint64_t cap = bytes_or_no_limit(bytes);
-            return given_fields(without_lock([&] { return pool.set_cap(cap); }));
-          },
-          nb::arg("bytes").none())
+      .def("set_cap",
+           [](Pool& pool, Bound bytes) {
+             return given_fields(without_lock([&] { return pool.set_cap(bytes_of(bytes)); }));
+           })
       .def("evict",
            [](Pool& pool, uint64_t bytes) {
              return given_fields(without_lock([&] { return pool.evict(bytes); }));

@@ -22,6 +22,12 @@ class Fields {
     (read_one(items), ...);
   }
 
+  void skip() { ++place_; }
+
+  uint64_t elements_of(size_t tensor) const {
+    return nanobind::cast<uint64_t>(record_[tensor].attr("numel")());
+  }
+
  private:
   template <class Item>
   void read_one(Item& item) {
@@ -45,11 +51,9 @@ class Fields {
   size_t place_ = 0;
 };
 
-// daf.kernels.ChannelSums.
+// daf.kernels.normalisation.Sums.
 struct SumsPlaces {
-  Channels channels;
   double *sums = nullptr, *squares = nullptr;  // none: nothing is summed
-  uintptr_t workspace = 0;
 };
 
 // daf.kernels.RowMoments.
@@ -65,6 +69,8 @@ struct Call {
   PagedJob paged;
   Moments moments;
   SumsPlaces sums;
+  Channels channels;  // of the sums
+  char* workspace = nullptr;
 };
 
 inline Channels columns(uint64_t count, uint64_t inner) { return {count, count == 1 ? 1 : inner}; }
@@ -73,26 +79,38 @@ inline Channels columns(uint64_t count, uint64_t inner) { return {count, count =
 #define DAF_RECORD(Type, ...) \
   inline void read_record(Fields& from, Type& it) { from.read(__VA_ARGS__); }
 
-DAF_RECORD(Affine, it.channels, it.inner, it.scale, it.shift)
 DAF_RECORD(Pages, it.region, it.page_bytes, it.table, it.count, it.runs, it.full_runs, it.bits,
            it.kept)
 DAF_RECORD(Extent, it.first, it.last)
 DAF_RECORD(Moments, it.epsilon, it.centred)
-DAF_RECORD(NormGradient, it.gradient, it.destination, it.of_value, it.of_gradient)
-DAF_RECORD(RowGradient, it.length, it.centred, it.gradient, it.destination, it.gamma, it.scale,
-           it.beta, it.of_gamma, it.workspace)
+DAF_RECORD(SumsPlaces, it.sums, it.squares)
+DAF_RECORD(RowGradient, it.length, it.centred, it.gradient, it.destination, it.gamma, it.scale)
 
 #undef DAF_RECORD
 
-inline void read_record(Fields& from, SumsPlaces& sums) {
+inline void read_record(Fields& from, Affine& affine) {
+  from.read(affine.scale, affine.shift, affine.inner);
+  affine.channels = from.elements_of(0);
+}
+
+inline void read_record(Fields& from, Channels& channels) {
   uint64_t count = 1, inner = 1;
-  from.read(count, inner, sums.sums, sums.squares, sums.workspace);
-  sums.channels = columns(count, inner);
+  from.read(count, inner);
+  channels = columns(count, inner);
+}
+
+// A mask is the job's.
+inline void read_record(Fields& from, NormGradient& it) {
+  from.read(it.gradient);
+  from.skip();
+  from.read(it.destination);
 }
 
 // To the kernel NaN is no bound: no number is as great.
 inline void read_record(Fields& from, Emission& emission) {
-  from.read(emission.destination, emission.addend, emission.affine, emission.most);
+  from.read(emission.destination, emission.affine, emission.addend);
+  from.skip();
+  from.read(emission.most);
   if (std::isinf(emission.most)) emission.most = std::nanf("");
 }
 
@@ -103,7 +121,11 @@ inline void read_record(Fields& from, Call& call) {
   from.read(call.paged.pages, call.paged.mask, job.key, job.thresholds, job.levels,
             job.level_factor, call.paged.shorter_levels, call.paged.shorter_level_factor);
   from.read(job.predicate, job.low, job.high, job.table, job.item_bytes, job.base);
-  from.read(job.emission, call.moments, job.gradient, call.sums, job.row_gradient);
+  from.read(job.emission, call.moments, job.gradient, job.gradient.of_value,
+            job.gradient.of_gradient, job.row_gradient, call.sums, call.channels, call.workspace);
+  job.row_gradient.beta = call.sums.sums;
+  job.row_gradient.of_gamma = call.sums.squares;
+  job.row_gradient.workspace = call.workspace;
 }
 
 }  // namespace daf

@@ -1,6 +1,7 @@
 // The pool's reports: its account, its evictions, and whether all parts agree.
 
 #include <algorithm>
+#include <bit>
 
 #include "pool/pool.h"
 
@@ -49,7 +50,7 @@ void Pool::log_eviction(const Tensor& tensor, uint32_t plane, uint64_t pages) {
     }
   }
   const Eviction found{tensor.tag, tensor.handle, uint32_t(pages), uint8_t(plane),
-                       uint8_t(lowest_bit(page_bytes_))};
+                       uint8_t(std::countr_zero(page_bytes_))};
   if (evictions_.size() < most_evictions_logged) {
     evictions_.push_back(found);
   } else if (last_lost_.handle != found.handle || last_lost_.plane != found.plane) {
@@ -79,8 +80,7 @@ bool Pool::is_sound() {
     if (sound) owned[page] = true;
     ++pages;
   };
-  for (uint64_t slot = 0; slot < tensors_.size(); ++slot) {
-    const Tensor& tensor = tensors_[slot];
+  for (const Tensor& tensor : tensors_) {
     if (!tensor.handle) continue;
     ++tensors;
     evictable += !tensor.pins && spare_pages(tensor) > 0;

@@ -3,37 +3,14 @@
 // Level 0 has a bit for every integer; a bit of a higher level is set if a word below is non-zero.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#if defined(_MSC_VER)
-#include <intrin.h>
-#endif
-
 namespace daf::paging {
 
 constexpr uint64_t nothing = ~uint64_t(0);
-
-inline int lowest_bit(uint64_t word) {
-#if defined(_MSC_VER)
-  unsigned long index;
-  _BitScanForward64(&index, word);
-  return int(index);
-#else
-  return __builtin_ctzll(word);
-#endif
-}
-
-inline int highest_bit(uint64_t word) {
-#if defined(_MSC_VER)
-  unsigned long index;
-  _BitScanReverse64(&index, word);
-  return int(index);
-#else
-  return 63 - __builtin_clzll(word);
-#endif
-}
 
 class Bitmap {
  public:
@@ -99,8 +76,12 @@ class Bitmap {
     }
   }
 
-  uint64_t first() const { return walk(lowest_bit); }
-  uint64_t last() const { return walk(highest_bit); }
+  uint64_t first() const {
+    return walk([](uint64_t word) { return std::countr_zero(word); });
+  }
+  uint64_t last() const {
+    return walk([](uint64_t word) { return std::bit_width(word) - 1; });
+  }
 
  private:
   static uint64_t round(uint64_t size) { return (size + unit - 1) / unit * unit; }

@@ -15,15 +15,11 @@ constexpr int poison_byte = 0xDB;
 // Takes the lowest free page with memory; there must be one.
 uint32_t Pool::take_page() {
   const uint64_t page = free_.first();
-  mark_used(page);
-  return uint32_t(page);
-}
-
-void Pool::mark_used(uint64_t page) {
   if (pages_per_group_ > 1 && group_is_empty(page / pages_per_group_))
     empty_.erase(page / pages_per_group_);
   free_.erase(page);
   ++now_.live_pages;
+  return uint32_t(page);
 }
 
 void Pool::free_page(uint64_t page) {
@@ -82,13 +78,6 @@ bool Pool::may_take(uint64_t groups) {
   return !options_.lender.take || options_.lender.take(groups * group_bytes_);
 }
 
-void Pool::throw_refused(uint64_t groups) const {
-  const uint64_t bytes = groups * group_bytes_;
-  throw RefusedError("asked for " + std::to_string(bytes) +
-                         " bytes of memory for pages, and the process's limit leaves no room",
-                     bytes);
-}
-
 // Gives memory to at least `pages` more pages, in the lowest groups without any.
 void Pool::grow(uint64_t pages, uint64_t most) {
   const uint64_t missing = (pages + pages_per_group_ - 1) / pages_per_group_;
@@ -97,7 +86,11 @@ void Pool::grow(uint64_t pages, uint64_t most) {
   if (step > unbacked_.count()) extend_groups(groups_ + step - unbacked_.count());
   if (!may_take(step)) {
     step = missing;
-    if (!may_take(step)) throw_refused(step);
+    const uint64_t bytes = step * group_bytes_;
+    if (!may_take(step))
+      throw RefusedError("asked for " + std::to_string(bytes) +
+                             " bytes of memory for pages, and the process's limit leaves no room",
+                         bytes);
   }
   for (uint64_t i = 0; i < step; ++i) back_group(unbacked_.first());
 }
@@ -138,8 +131,9 @@ uint64_t Pool::bitmap_bytes(uint64_t groups) const {
 // Bytes of the account's records with so many more slots and bytes of page tables.
 uint64_t Pool::metadata_bytes(uint64_t new_slots, uint64_t new_table_bytes) const {
   const uint64_t slots = tensors_.size() + new_slots;
-  return GrowingArray<Tensor>::bytes_for(slots) + ImportanceTree::bytes_for(slots) + table_bytes_ +
-         new_table_bytes + bitmap_bytes(groups_) + evictions_.capacity() * sizeof(Eviction);
+  const uint64_t tensor_bytes = round_up(slots * sizeof(Tensor), Region::system_page_bytes());
+  return tensor_bytes + ImportanceTree::bytes_for(slots) + table_bytes_ + new_table_bytes +
+         bitmap_bytes(groups_) + evictions_.capacity() * sizeof(Eviction);
 }
 
 uint64_t Pool::held_now() const { return backed_ * group_bytes_ + metadata_bytes(0, 0); }
@@ -158,11 +152,6 @@ uint64_t Pool::most_groups(uint64_t metadata) const {
   }
 }
 
-void Pool::check_possible(uint64_t pages, uint64_t most) const {
-  if (now_.live_pages + pages > most * pages_per_group_ + now_.evictable_pages)
-    throw_full(pages, most);
-}
-
 void Pool::throw_full(uint64_t pages, uint64_t most) const {
   const std::string cap = now_.cap_bytes == no_cap ? "none" : std::to_string(now_.cap_bytes);
   const uint64_t live = now_.live_pages * page_bytes_, room = most * group_bytes_;
@@ -177,7 +166,8 @@ void Pool::throw_full(uint64_t pages, uint64_t most) const {
 // Makes free pages for the newcomer's, evicting as needed, `metadata` included. Throws FullError.
 void Pool::make_room(Tensor& newcomer, uint64_t metadata) {
   const uint64_t most = most_groups(metadata), most_pages = most * pages_per_group_;
-  check_possible(present_pages(newcomer) - spare_pages(newcomer), most);
+  const uint64_t least = present_pages(newcomer) - spare_pages(newcomer);
+  if (now_.live_pages + least > most_pages + now_.evictable_pages) throw_full(least, most);
   // Repeats only if groups have several pages: the used ones may be scattered.
   while (now_.live_pages + present_pages(newcomer) > most_pages ||
          (backed_ > most && return_groups(backed_ - most) == 0)) {

@@ -1,6 +1,7 @@
 #include "pool/pool.h"
 
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
@@ -28,10 +29,8 @@ uint64_t blocks_of(uint64_t count) {
   return count / elements_per_block + (count % elements_per_block != 0);
 }
 
-bool is_power_of_two(uint64_t value) { return value && !(value & (value - 1)); }
-
 uint64_t checked_page(uint64_t bytes) {
-  if (!is_power_of_two(bytes) || bytes < block_plane_bytes)
+  if (!std::has_single_bit(bytes) || bytes < block_plane_bytes)
     throw MisuseError("asked for pages of " + std::to_string(bytes) +
                       " bytes; a page is a power of two, 32 bytes or more");
   return bytes;
@@ -65,9 +64,7 @@ Pool::Pool(const Options& options)
       pages_per_group_(group_bytes_ / page_bytes_),
       region_(std::max(round_up(options.reserve_bytes, group_bytes_), group_bytes_), group_bytes_,
               options.elsewhere),
-      growth_(growth_by(options, group_bytes_)),
-      tensors_(most_slots),
-      tree_(most_slots) {
+      growth_(growth_by(options, group_bytes_)) {
   if (options.poison && options.elsewhere)
     throw MisuseError("asked to poison pages that lie elsewhere; poison those of the process");
   now_.cap_bytes = options.cap_bytes;
@@ -76,8 +73,8 @@ Pool::Pool(const Options& options)
 }
 
 Pool::~Pool() {
-  for (uint64_t slot = 0; slot < tensors_.size(); ++slot)
-    if (tensors_[slot].handle) std::free(tensors_[slot].importance);
+  for (const Tensor& tensor : tensors_)
+    if (tensor.handle) std::free(tensor.importance);
   if (options_.lender.give) options_.lender.give(backed_ * group_bytes_);
 }
 
@@ -113,7 +110,6 @@ uint64_t Pool::allocate(const Request& request) {
 
   growth_.note_demand(present_pages(tensor) / pages_per_group_);
   make_room(tensor, metadata_bytes(free_slot_ == 0, bytes));
-  ensure_slot();
   add_tensor(tensor);
   table_bytes_ += bytes;
   fill_table(tensor);
@@ -163,20 +159,17 @@ void Pool::release(uint64_t handle, bool even_pinned) {
   shrink_to_cap();
 }
 
-// Ensures a free slot. Throws FullError, std::bad_alloc.
-void Pool::ensure_slot() {
-  if (free_slot_) return;
-  const uint64_t slot = tensors_.size();
-  if (slot >= std::min(tensors_.most(), tree_.most()))
-    throw FullError(std::to_string(slot) +
-                    " tensors live in one pool, and it has no room for more");
-  tree_.extend(slot + 1);
-  tensors_.extend(slot + 1);
-  free_slot_ = uint32_t(slot + 1);
-}
-
-// Gives the tensor a slot and a handle.
+// Gives the tensor a slot and a handle. Throws FullError, std::bad_alloc.
 void Pool::add_tensor(Tensor& tensor) {
+  if (!free_slot_) {
+    const uint64_t fresh = tensors_.size();
+    if (fresh >= most_slots)
+      throw FullError(std::to_string(fresh) +
+                      " tensors live in one pool, and it has no room for more");
+    tree_.extend(fresh + 1);
+    tensors_.resize(fresh + 1);
+    free_slot_ = uint32_t(fresh + 1);
+  }
   const uint32_t slot = free_slot_ - 1;
   free_slot_ = tensors_[slot].next_free;
   tensor.handle = next_serial() << slot_bits | slot;

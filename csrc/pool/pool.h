@@ -6,12 +6,12 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "pool/array.h"
 #include "pool/bitmap.h"
 #include "pool/growth.h"
 #include "pool/region.h"
@@ -161,7 +161,6 @@ class Pool {
 
   Tensor& find(uint64_t handle);
   Tensor shape_of(const Request& request) const;
-  void ensure_slot();
   void add_tensor(Tensor& tensor);
   void remove_tensor(const Tensor& tensor);
   uint32_t slot_of(const Tensor& tensor) const;
@@ -172,7 +171,6 @@ class Pool {
 
   // Pages and groups.
   uint32_t take_page();
-  void mark_used(uint64_t page);
   void free_page(uint64_t page);
   bool group_is_empty(uint64_t group) const;
   Bitmap& empty_groups() { return pages_per_group_ == 1 ? free_ : empty_; }
@@ -181,7 +179,6 @@ class Pool {
   void forget_groups();
   void change_page_bytes(uint64_t bytes);
   bool may_take(uint64_t groups);
-  [[noreturn]] void throw_refused(uint64_t groups) const;
   void grow(uint64_t pages, uint64_t most);
   uint64_t return_groups(uint64_t count);
   void return_surplus();
@@ -196,7 +193,6 @@ class Pool {
   bool give_up_least(Tensor& newcomer);
   bool lose_page(Tensor& tensor);
   void note_missing(const Tensor& newcomer);
-  void check_possible(uint64_t pages, uint64_t most) const;
   [[noreturn]] void throw_full(uint64_t pages, uint64_t most) const;
   void shrink_to_cap();
   uint64_t evict_least();
@@ -211,7 +207,7 @@ class Pool {
   Region region_;
   Growth growth_;
 
-  GrowingArray<Tensor> tensors_;
+  std::deque<Tensor> tensors_;  // by slot; none ever moves
   ImportanceTree tree_;
   uint32_t free_slot_ = 0;  // slot + 1
   uint64_t table_bytes_ = 0;

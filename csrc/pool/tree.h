@@ -4,8 +4,8 @@
 // erase are O(log n), least is O(1).
 #pragma once
 
+#include <bit>
 #include <cstdint>
-#include <cstring>
 #include <deque>
 #include <map>
 
@@ -13,12 +13,9 @@ namespace daf::paging {
 
 class ImportanceTree {
  public:
-  explicit ImportanceTree(uint64_t most_slots) : most_(most_slots) {}
-
   // A node is four words of links and one of content; the allocator adds one.
   static uint64_t bytes_for(uint64_t slots) { return slots * (sizeof(Slot) + 6 * sizeof(void*)); }
 
-  uint64_t most() const { return most_; }
   uint64_t size() const { return tree_.size(); }
   // Makes room for slots below `slots`. Throws std::bad_alloc.
   void extend(uint64_t slots) {
@@ -52,13 +49,9 @@ class ImportanceTree {
 
   // The upper half of a number's bits, whose order is that of numbers from 0 up.
   static uint32_t key_of(double importance) {
-    const double positive = importance + 0.0;  // -0 becomes 0
-    uint64_t bits;
-    std::memcpy(&bits, &positive, sizeof bits);
-    return uint32_t(bits >> 32);
+    return uint32_t(std::bit_cast<uint64_t>(importance + 0.0) >> 32);  // -0 becomes 0
   }
 
-  uint64_t most_;
   std::deque<Slot> slots_;
   Tree tree_;
 };

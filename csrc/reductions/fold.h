@@ -2,6 +2,7 @@
 // every processor: nothing here may be inlined for a wider set.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -13,9 +14,7 @@ namespace daf {
 // Combines rows i and i + stride, stride = …, 4, 2, 1 from the greatest power of 2 below `rows`.
 template <class Number, class Combine>
 void fold_rows(Number* numbers, size_t rows, uint64_t width, Combine combine) {
-  size_t stride = 1;
-  while (stride < rows) stride *= 2;
-  for (; stride > 1; rows = stride) {
+  for (size_t stride = std::bit_ceil(rows); stride > 1; rows = stride) {
     stride /= 2;
     for (uint64_t i = 0; i < (rows - stride) * width; ++i)
       numbers[i] = combine(numbers[i], numbers[i + stride * width]);

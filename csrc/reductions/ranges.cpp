@@ -1,7 +1,7 @@
 #include "reductions/ranges.h"
 
 #include <algorithm>
-#include <cstring>
+#include <bit>
 #include <limits>
 #include <new>
 
@@ -20,16 +20,12 @@ bool has_lanes(const RangesPlan& plan) { return plan.strategy != RangeStrategy::
 bool has_cells(const RangesPlan& plan) { return plan.strategy != RangeStrategy::tree; }
 
 uint32_t key_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
+  const auto bits = std::bit_cast<uint32_t>(value);
   return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
 }
 
 float value_of(uint32_t key) {
-  const uint32_t bits = key ^ (key >> 31 ? 0x80000000u : 0xFFFFFFFFu);
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
+  return std::bit_cast<float>(key ^ (key >> 31 ? 0x80000000u : 0xFFFFFFFFu));
 }
 
 // Most candidates raise nothing: reading a shared cell is cheap while nobody writes it.

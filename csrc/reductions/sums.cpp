@@ -1,6 +1,7 @@
 #include "reductions/sums.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -16,12 +17,6 @@ constexpr size_t least_span_blocks = 16;
 constexpr size_t least_spans_per_share = 4;
 
 uint64_t lane_count(const SumsPlan& plan) { return plan.slots * slot_lanes; }
-
-size_t span_blocks_for(uint64_t channels) {
-  size_t blocks = least_span_blocks;
-  while (blocks < channels) blocks *= 2;
-  return blocks;
-}
 
 double sum_of_lanes(double (&lane)[slot_lanes]) {
   for (size_t width = slot_lanes / 2; width > 0; width /= 2)
@@ -41,14 +36,9 @@ void gather_lanes(const SumsPlan& plan, const double* all, uint64_t channel,
   }
 }
 
-// True if each channel has one accumulator: a multiple of sixteen channels in columns.
-bool one_lane_each(Channels channels) {
-  return channels.inner == 1 && channels.count % slot_lanes == 0;
-}
-
 void close_span(const SumsPlan& plan, double* lanes, double* row) {
   const uint64_t channels = plan.channels.count;
-  if (one_lane_each(plan.channels)) {
+  if (plan.channels.inner == 1 && channels % slot_lanes == 0) {  // one accumulator each
     const uint64_t reached = std::min(channels, lane_count(plan));
     std::fill(std::copy_n(lanes, reached, row), row + channels, 0.0);
   } else {
@@ -74,7 +64,7 @@ void finish(const SumsPlan& plan, double* rows, double* results) {
 
 SumsPlan plan_sums(uint64_t count, Channels channels, int threads) {
   SumsPlan plan{channels, slot_count(channels, count), block_count(count), 0, 0, 0};
-  plan.span_blocks = span_blocks_for(channels.count);
+  plan.span_blocks = std::bit_ceil(std::max(least_span_blocks, size_t(channels.count)));
   plan.spans = (plan.blocks + plan.span_blocks - 1) / plan.span_blocks;
   const size_t most = std::max<size_t>(1, plan.spans / least_spans_per_share);
   plan.shares = std::min(most, useful_threads(plan.blocks, threads));

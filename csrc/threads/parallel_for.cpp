@@ -20,10 +20,8 @@ constexpr size_t least_blocks_per_thread = 2 * piece_blocks;
 
 // One call of run_ranges: threads take pieces from `next` until none is left.
 struct Work {
-  RangeFunction function;
-  const void* job;
-  size_t blocks;
-  size_t piece;
+  const RangeFunction& function;
+  size_t blocks, piece;
   std::atomic<size_t> next{0};
   std::atomic<bool> good{true};
 
@@ -33,7 +31,7 @@ struct Work {
       const size_t first = next.fetch_add(piece, std::memory_order_relaxed);
       if (first >= blocks) return;
       const size_t last = first + piece < blocks ? first + piece : blocks;
-      if (!function(job, first, last)) good.store(false, std::memory_order_relaxed);
+      if (!function(first, last)) good.store(false, std::memory_order_relaxed);
     }
   }
 };
@@ -149,13 +147,13 @@ size_t useful_threads(size_t blocks, int threads) {
   return most < 1 ? 1 : most;
 }
 
-bool run_ranges(RangeFunction function, const void* job, size_t blocks, int threads) {
+bool run_ranges(const RangeFunction& function, size_t blocks, int threads) {
   const size_t used = useful_threads(blocks, threads);
-  return run_pieces({function, job, blocks, used == 1 ? blocks : piece_blocks}, int(used));
+  return run_pieces({function, blocks, used == 1 ? blocks : piece_blocks}, int(used));
 }
 
-bool run_shares(RangeFunction function, const void* job, size_t shares) {
-  return run_pieces({function, job, shares, 1}, int(shares));
+bool run_shares(const RangeFunction& function, size_t shares) {
+  return run_pieces({function, shares, 1}, int(shares));
 }
 
 }  // namespace daf

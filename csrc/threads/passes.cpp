@@ -4,27 +4,17 @@
 #include <numeric>
 
 #include "norms/rows.h"
+#include "threads/float_mode.h"
 #include "threads/threads.h"
 
 namespace daf {
 namespace {
 
-// The last stage of a reduction is a share too: it needs the same floating-point mode.
-template <class Finish>
-void run_alone(const Finish& finish) {
-  run_shares(
-      [&](size_t) {
-        finish();
-        return true;
-      },
-      1);
-}
-
 // All blocks, each share of them with a state of its own, which the job's `field` names.
 template <class Whole, class Running>
 bool run_in_shares(const PagedJob& job, const Whole& whole, Running* Job::* field) {
   return run_shares(
-      [&](size_t share) {
+      [&](size_t share, size_t) {
         const Extent blocks = share_blocks(whole.plan, share);
         if (blocks.first >= blocks.last) return true;
         Running running = begin_share(whole, share);
@@ -56,7 +46,8 @@ bool run_blocks(const PagedJob& job, Extent blocks, int threads) {
 
 bool run_summing(const PagedJob& job, const Sums& sums) {
   const bool good = run_in_shares(job, sums, &Job::sums);
-  run_alone([&] { finish_sums(sums); });
+  const DefaultFloatMode mode;  // as on the threads
+  finish_sums(sums);
   return good;
 }
 
@@ -64,7 +55,7 @@ bool run_rows(const PagedJob& job, const MeasureRows& rows, const KernelTable& t
   const RowsPlan plan = plan_rows(job.job.count, rows.length, threads);
   const uint64_t step = rows_at_a_time(plan.length);
   return run_shares(
-      [&](size_t share) {
+      [&](size_t share, size_t) {
         const Extent spans = share_of(plan.spans, share, plan.shares);
         const uint64_t end = std::min(plan.rows, uint64_t(spans.last) * rows_per_span);
         bool good = true;
@@ -84,7 +75,8 @@ bool run_row_gradient(const PagedJob& job, int threads) {
   const RowsPlan plan = plan_rows(job.job.count, gradient.length, threads);
   const RowSums sums = lay_out(plan, reinterpret_cast<uintptr_t>(gradient.workspace));
   const bool good = run_in_shares(job, sums, &Job::running_rows);
-  if (gradient.beta) run_alone([&] { finish_rows(sums, gradient.beta, gradient.of_gamma); });
+  const DefaultFloatMode mode;  // as on the threads
+  if (gradient.beta) finish_rows(sums, gradient.beta, gradient.of_gamma);
   return good;
 }
 

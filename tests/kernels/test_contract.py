@@ -9,7 +9,7 @@ import pytest
 from daf.core import code_tables
 from daf.core.code_format import ElementType, Predicate
 from daf.core.errors import KernelError
-from daf.kernels import ChannelAffine, PageFields
+from daf.kernels import PageFields
 from daf.kernels.cpu import instruction_sets as sets
 
 ROOM = np.zeros(4096, np.float32)
@@ -88,10 +88,10 @@ def test_codes_too_wide_are_refused(name) -> None:
 @pytest.mark.parametrize(
     "affine",
     [
-        ChannelAffine(0, 1, AT, AT),
-        ChannelAffine(1, 0, AT, AT),
-        ChannelAffine(1, 1, 0, AT),
-        ChannelAffine(1, 1, AT, 0),
+        native_calls.vectors(0, 1, AT, AT),
+        native_calls.vectors(1, 0, AT, AT),
+        native_calls.vectors(1, 1, 0, AT),
+        native_calls.vectors(1, 1, AT, 0),
     ],
 )
 @pytest.mark.parametrize(

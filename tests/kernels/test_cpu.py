@@ -9,13 +9,14 @@ import native_calls
 import numpy as np
 import pytest
 from guarded import FlatCode
+from native_calls import affine_of
 from reference import codecs as reference
 from reference.elements import widen_bfloat16
 from thoroughness import at_most, pairs
 
 from daf.core.code_format import ElementType, Predicate, words_per_plane
 from daf.core.errors import KernelError
-from daf.kernels import ChannelAffine, PageFields
+from daf.kernels import PageFields
 
 KEY = 0xFEDCBA9876543210
 INPUTS = ("smooth", "wild", "mixed", "broken", "peaked")
@@ -44,13 +45,6 @@ def address(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
-def channel_affine(affine: reference.Affine | None) -> ChannelAffine | None:
-    if affine is None:
-        return None
-    scale, shift = affine.scale, affine.shift
-    return ChannelAffine(len(scale), affine.inner, address(scale), address(shift))
-
-
 def make_affine(cases, channels: int, inner: int) -> reference.Affine:
     return reference.Affine(cases.gaussian(channels, 5), cases.gaussian(channels, 6), inner)
 
@@ -68,14 +62,14 @@ class Native:
 
     def encode_rotated(self, source, element_type, bits, key, affine=None):
         room = FlatCode(len(source), bits)
-        options = (key, self.threads, channel_affine(affine))
+        options = (key, self.threads, affine_of(affine))
         done = native_calls.encode_rotated(address(source), element_type, room.fields, *options)
         assert done == is_finite(room.code)
         return room.code
 
     def encode_minmax(self, source, element_type, bits, key, affine=None):
         room = FlatCode(len(source), bits)
-        options = (key, self.threads, channel_affine(affine))
+        options = (key, self.threads, affine_of(affine))
         done = native_calls.encode_minmax(address(source), element_type, room.fields, *options)
         assert done == is_finite(room.code)
         return room.code
@@ -89,7 +83,7 @@ class Native:
         mask = None
         if target.mask is not None:
             mask = PageFields.flat(address(target.mask), target.count, 1)
-        place = (address(memory), target.element_type, self.threads, channel_affine(affine))
+        place = (address(memory), target.element_type, self.threads, affine_of(affine))
         call(*place, mask, target.accumulate_onto is not None)
         return opened(memory, target.count, dtype)
 
@@ -104,14 +98,14 @@ class Native:
 
     def encode_steps(self, source, element_type, bits, key, affine=None):
         room = FlatCode(len(source), bits, headers=False)
-        options = (key, self.threads, channel_affine(affine))
+        options = (key, self.threads, affine_of(affine))
         native_calls.encode_steps(address(source), element_type, room.fields, *options)
         return room.planes
 
     def decode_steps(self, planes, target, dtype, affine=None):
         fields = PageFields.flat(address(planes), target.count, len(planes))
         memory = poisoned(target.count, dtype)
-        options = (target.element_type, self.threads, channel_affine(affine))
+        options = (target.element_type, self.threads, affine_of(affine))
         native_calls.decode_steps(fields, address(memory), *options)
         return opened(memory, target.count, dtype)
 

@@ -9,24 +9,18 @@ import native_calls
 import numpy as np
 import pytest
 from guarded import FlatCode
+from native_calls import affine_of
 from reference import codecs as reference
 
 from daf.core.code_format import ElementType, Predicate, block_count
 from daf.core.errors import KernelError
-from daf.kernels import ChannelAffine, PageFields
+from daf.kernels import PageFields
 
 KEY = 0x0FEDCBA987654321
 F32 = ElementType.FLOAT32
 TYPES = tuple(ElementType)
 CODECS = ("rotated", "minmax")
 BITS = {"rotated": 3, "minmax": 5}
-
-
-def native_affine(affine: reference.Affine | None) -> ChannelAffine | None:
-    if affine is None:
-        return None
-    at = (affine.scale.ctypes.data, affine.shift.ctypes.data)
-    return ChannelAffine(len(affine.scale), affine.inner, *at)
 
 
 class Coded:
@@ -37,7 +31,7 @@ class Coded:
         self._room = FlatCode.of(*code, count, BITS[codec])
 
     def decode(self, address: int, element_type=F32, *, mask=None, **options: Any) -> None:
-        options["affine"] = native_affine(options.get("affine"))
+        options["affine"] = affine_of(options.get("affine"))
         if mask is not None:
             options["mask"] = PageFields.flat(mask.ctypes.data, self._count, 1)
         settings = (KEY,) if self._codec == "rotated" else ()

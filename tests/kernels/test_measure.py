@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
+import native_calls
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,7 @@ from thoroughness import pairs
 
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
-from daf.kernels import ChannelSums, RangeStrategy
+from daf.kernels import RangeStrategy
 from daf.kernels.cpu import codecs, reductions
 from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
 from daf.kernels.cpu.job import Job
@@ -47,7 +48,7 @@ class Native:
         moved = self._room(len(source), source.dtype).fill(source)
         least, greatest = self._room(channels, np.float32), self._room(channels, np.float32)
         workspace = self._room(reductions.ranges_workspace_bytes(*shape, self.strategy), np.uint8)
-        reductions.measure_ranges(
+        native_calls.measure_ranges(
             *(moved.address, self.element_type, len(source), least.address, greatest.address),
             *(workspace.address, self.threads, channels, inner, self.strategy),
         )
@@ -59,14 +60,14 @@ class Native:
         moved = self._room(len(source), source.dtype).fill(source)
         sums, squares = self._room(channels, np.float64), self._room(channels, np.float64)
         workspace = self._room(reductions.sums_workspace_bytes(*shape), np.uint8)
-        where = ChannelSums(channels, inner, sums.address, squares.address, workspace.address)
+        where = (channels, inner, sums.address, squares.address, workspace.address)
         measure_sums(moved.address, self.element_type, len(source), where, self.threads)
         workspace.opened()
         return reference_reductions.Sums(sums.opened(), squares.opened())
 
 
 def measure_sums(source, element_type, count, sums, threads) -> None:
-    codecs.read(Job(threads, count, element_type, source, sums=sums))
+    codecs.read(Job(threads, count, element_type, source, **native_calls.channel_sums(*sums)))
 
 
 def same_bytes(found, expected) -> None:
@@ -288,11 +289,11 @@ def test_flushed_denormals_of_the_caller_change_nothing(cases) -> None:
 ROOM = np.zeros(4096, np.float64)
 AT = ROOM.ctypes.data
 GOOD_RANGES = (AT, F32, 256, AT + 2048, AT + 4096, AT + 8192, 1, 1, 1, RangeStrategy.TREE)
-GOOD_SUMS = ChannelSums(1, 1, AT + 2048, AT + 4096, AT + 8192)
+GOOD_SUMS = (1, 1, AT + 2048, AT + 4096, AT + 8192)
 
 
 def test_the_good_calls_are_good() -> None:
-    reductions.measure_ranges(*GOOD_RANGES)
+    native_calls.measure_ranges(*GOOD_RANGES)
     measure_sums(AT, F32, 256, GOOD_SUMS, 1)
 
 
@@ -307,7 +308,7 @@ def test_bad_ranges_are_refused(place, value) -> None:
     arguments = list(GOOD_RANGES)
     arguments[place] = value
     with pytest.raises(KernelError, match="asked for"):
-        reductions.measure_ranges(*arguments)
+        native_calls.measure_ranges(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +318,7 @@ def test_bad_sums_are_refused(place, value) -> None:
     arguments = [AT, F32, 256, GOOD_SUMS, 1]
     arguments[place] = value
     if place == 3:
-        arguments[3] = ChannelSums(*(0 if i == value else v for i, v in enumerate(GOOD_SUMS)))
+        arguments[3] = tuple(0 if i == value else v for i, v in enumerate(GOOD_SUMS))
     with pytest.raises(KernelError, match="asked for"):
         measure_sums(*arguments)
 

@@ -9,11 +9,12 @@ import native_calls
 import numpy as np
 import pytest
 from daf_bench.pool.plane_addresses import Pages
+from native_calls import affine_of
 from reference import codecs as reference
 
 from daf.core.code_format import ElementType, Predicate, block_count, words_per_plane
 from daf.core.errors import KernelError
-from daf.kernels import ChannelAffine, PageFields
+from daf.kernels import PageFields
 from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
 from daf.pool.paged_pool import PagedStore, PlaneTensor
 from daf.pool.views import PlaneView
@@ -91,14 +92,6 @@ def room(page_bytes: int, count: int, bits: int, *, headers: bool = True) -> Pla
     return store.allocate_planes(count, bits, minimum_bits=1, headers=headers)
 
 
-def native_affine(affine: reference.Affine | None) -> ChannelAffine | None:
-    if affine is None:
-        return None
-    return ChannelAffine(
-        len(affine.scale), affine.inner, address(affine.scale), address(affine.shift)
-    )
-
-
 # --- with nothing given up --------------------------------------------------------------------
 
 
@@ -144,11 +137,11 @@ def test_pages_of_steps_hold_the_oracle_s_bytes(cases, page_bytes, bits) -> None
     for count in COUNTS:
         source = cases.mixed(count, count)
         fields = (tensor := room(page_bytes, count, bits, headers=False)).view.fields
-        native_calls.encode_steps(address(source), F32, fields, KEY, 1, native_affine(affine))
+        native_calls.encode_steps(address(source), F32, fields, KEY, 1, affine_of(affine))
         expected = reference.encode_steps(source, bits, KEY, affine)
         same_bytes(gathered(tensor.view), expected)
         back = guarded(count, np.float32)
-        native_calls.decode_steps(fields, address(back), F32, 1, native_affine(affine))
+        native_calls.decode_steps(fields, address(back), F32, 1, affine_of(affine))
         decoded = reference.decode_steps(expected, reference.Target(count), affine)
         same_bytes(opened(back, np.float32), decoded)
 
@@ -303,7 +296,7 @@ def test_options_compose_over_runs_of_different_width(cases, element_type, mask_
     with tensor.pinned() as view:
         native_calls.decode_rotated(
             *(view.fields, KEY, address(back), element_type, 1),
-            native_affine(affine),
+            affine_of(affine),
             mask.view.fields,
             accumulate=True,
         )
@@ -317,11 +310,11 @@ def test_minmax_options_compose(cases) -> None:
     affine = reference.Affine(cases.gaussian(64, 5), cases.gaussian(64, 6), 1)
     tensor, mask = room(512, count, 5), room(512, count, 1, headers=False)
     fields = tensor.view.fields
-    native_calls.encode_minmax(address(source), F32, fields, KEY, 1, native_affine(affine))
+    native_calls.encode_minmax(address(source), F32, fields, KEY, 1, affine_of(affine))
     native_calls.encode_mask(address(source), F32, mask.view.fields, Predicate.ABOVE, 0.1, 0.0, 1)
     back = guarded(count, np.float32, onto)
     native_calls.decode_minmax(
-        *(fields, address(back), F32, 1), native_affine(affine), mask.view.fields, accumulate=True
+        *(fields, address(back), F32, 1), affine_of(affine), mask.view.fields, accumulate=True
     )
     words = reference.encode_mask(source, Predicate.ABOVE, 0.1, 0.0)
     code = reference.encode_minmax(source, 5, KEY, affine)

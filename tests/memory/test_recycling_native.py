@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def build(folder: Path, options: list[str], command: str = "c++") -> Path:
-    compiler = [command, "-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", *options, f"-I{SOURCES}"]
+    compiler = [command, "-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", *options, f"-I{SOURCES}"]
     shared = [*compiler, "-fPIC", "-shared"]
     # Named as PyTorch's, oneDNN's and NumPy's, so that their slots are those that are redirected.
     names = {

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daf.operators.chunked import logits_cross_entropy as tested
-from daf.operators.chunked.logits_cross_entropy import RowLoss, logits_cross_entropy
+from daf.operators.chunked.cross_entropy import RowLoss
+from daf.operators.chunked.logits_cross_entropy import logits_cross_entropy
 
 pytestmark = pytest.mark.smoke
 

@@ -448,7 +448,7 @@ def test_a_policy_registered_from_outside_plans_and_names_its_least_budget() -> 
             planned.make_plan(measured, least - 1, policy="one by one")
         assert caught.value.least_bytes == least
     finally:
-        policies.forget_policy("one by one")
+        del policies._strategies["one by one"]
     with pytest.raises(UnknownNameError):
         planned.make_plan(measured, least, policy="one by one")
 

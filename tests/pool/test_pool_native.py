@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 def test_threads_never_see_each_other_s_pages(tmp_path: Path, options: list[str]) -> None:
     program, empty = tmp_path / "pool_stress", tmp_path / "empty.cpp"
     empty.write_text("int main() {}")
-    compiler = ["c++", "-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", *options, f"-I{SOURCES}"]
+    compiler = ["c++", "-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", *options, f"-I{SOURCES}"]
     if subprocess.run([*compiler, empty, "-o", program], check=False).returncode != 0:
         pytest.skip(f"this compiler cannot build with {options[0]}")
     sources = [STRESS, *(SOURCES / name for name in CORE)]

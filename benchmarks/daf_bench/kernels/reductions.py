@@ -27,10 +27,11 @@ from torch import Tensor
 
 from daf.codecs.ranged import WHOLE, Cut
 from daf.codecs.ranges import PYTORCH, Ranges, device_name
-from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
 from daf.kernels import RangeStrategy
+from daf.kernels.cpu.job import Job
 from daf.kernels.cpu.reductions import measure_ranges, range_strategy, ranges_workspace_bytes
+from daf.kernels.normalisation import Geometry
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.timing import device_seconds
 
@@ -205,13 +206,11 @@ def _native(values: Tensor, strategy: RangeStrategy) -> Callable[[], Tensor]:
     size_bytes = ranges_workspace_bytes(count, threads, channels, inner, strategy)
     workspace = torch.empty(max(1, size_bytes), dtype=torch.uint8)
     ends = torch.empty(2, channels)
+    job = Job(threads, count, source=values.data_ptr(), workspace=workspace)
+    job = job._replace(geometry=Geometry(channels, inner, count))
 
     def reduce() -> Tensor:
-        measure_ranges(
-            *(values.data_ptr(), ElementType.FLOAT32, count),
-            *(ends[0].data_ptr(), ends[1].data_ptr(), workspace.data_ptr(), threads),
-            *(channels, inner, strategy),
-        )
+        measure_ranges(job, *ends, strategy)
         return ends
 
     return reduce

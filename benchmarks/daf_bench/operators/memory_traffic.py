@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK, ElementType, block_count
-from daf.kernels import Codec, NormGradient
+from daf.kernels import Codec
 from daf.kernels.cpu import codecs
 from daf.kernels.cpu.backend import CpuBackend
 from daf.kernels.cpu.job import Job
+from daf.kernels.normalisation import MaskedGradient
 
 _FLOAT_BYTES, _DOUBLE_BYTES = 4, 8
 _WITH_HEADERS = frozenset({Codec.ROTATED, Codec.MINMAX})
@@ -123,8 +124,8 @@ def _emission_bytes(job: Job) -> int:
     emission = job.emission
     if emission is None:
         return 0
-    passes = 1 + (emission.addend_pointer != 0)
-    mask = _plane_bytes(job.elements, 1) if emission.mask else 0
+    passes = 1 + (emission.addend is not None)
+    mask = _plane_bytes(job.elements, 1) if emission.mask is not None else 0
     return passes * _FLOAT_BYTES * job.elements + mask
 
 
@@ -158,8 +159,8 @@ def _copy(given: Mapping[str, Any]) -> int:
 def _write(job: Job) -> int:
     count, gradient = job.elements, job.gradient or job.row_gradient
     if gradient is not None:
-        passes = 1 + (gradient.destination_pointer != 0)
-        masked = isinstance(gradient, NormGradient) and gradient.mask is not None
+        passes = 1 + (gradient.written is not None)
+        masked = isinstance(gradient, MaskedGradient) and gradient.mask is not None
         return passes * _FLOAT_BYTES * count + (_plane_bytes(count, 1) if masked else 0)
     count = _written_elements(job)
     mask = _plane_bytes(count, 1) if job.mask else 0

@@ -7,6 +7,7 @@ is kept here.
 
 from __future__ import annotations
 
+import math
 import threading
 
 import torch
@@ -17,48 +18,38 @@ from daf.codecs.layout import Layout
 from daf.torch_compat.autograd_graph import storage_holders
 
 SMALLEST_BLOCK_BYTES = 1 << 20  # the system allocator itself keeps and reuses smaller ones
-MOST_BLOCKS = 1
 
 
 class Scratch:
-    """A source of tensors on recycled blocks; keeps at most ``MOST_BLOCKS`` of them."""
+    """A source of tensors on recycled memory: it keeps one block, the last that was needed."""
 
     def __init__(self) -> None:
-        self._blocks: list[torch.UntypedStorage] = []
-        self._lock = threading.Lock()  # several threads may run backward; one takes an idle block
+        self._block: torch.UntypedStorage | None = None
+        self._lock = threading.Lock()  # several threads may run backward; one takes the idle block
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the kept blocks, in use or not."""
-        return sum(block.nbytes() for block in self._blocks)
+        """Bytes of the kept block, in use or not."""
+        block = self._block  # another thread may drop it
+        return 0 if block is None else block.nbytes()
 
     def empty(self, layout: Layout) -> Tensor:
         """Return a dense tensor of this geometry, content undefined."""
-        nbytes = layout.dtype.itemsize
-        for size in layout.shape:
-            nbytes *= size
+        nbytes = layout.dtype.itemsize * math.prod(layout.shape)
         recycled = allocator.is_installed()
         if nbytes < SMALLEST_BLOCK_BYTES or layout.device.type != "cpu" or recycled:
             return layout.empty()
         tensor = torch.empty(0, dtype=layout.dtype)
         with self._lock:
-            fitting = (each for each in self._blocks if each.nbytes() >= nbytes and _is_idle(each))
-            block = min(fitting, key=torch.UntypedStorage.nbytes, default=None)
-            block = block or self._new_block(nbytes)
-            return tensor.set_(block, 0, layout.shape, layout.stride)
+            if self._block is None or self._block.nbytes() < nbytes or not _is_idle(self._block):
+                self._block = None  # idle memory is freed before more is asked for
+                self._block = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+            return tensor.set_(self._block, 0, layout.shape, layout.stride)
 
     def release(self) -> None:
-        """Drop every block, from any thread; blocks in use live on with their tensors."""
+        """Drop the block, from any thread; one in use lives on with its tensors."""
         with self._lock:
-            self._blocks.clear()
-
-    def _new_block(self, nbytes: int) -> torch.UntypedStorage:
-        """Allocate a block in place of the smallest, since larger ones serve more tensors."""
-        if len(self._blocks) == MOST_BLOCKS:
-            self._blocks.remove(min(self._blocks, key=torch.UntypedStorage.nbytes))
-        block = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
-        self._blocks.append(block)
-        return block
+            self._block = None
 
 
 def _is_idle(block: torch.UntypedStorage) -> bool:

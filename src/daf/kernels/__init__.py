@@ -12,7 +12,6 @@ element ``32 * w + k``. Headers are an array of their own: two bf16 numbers per 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
@@ -41,29 +40,6 @@ CODEC_BITS: Mapping[Codec, range | tuple[int, ...]] = {
     Codec.DERIVATIVE: range(1, 9),
     Codec.INTEGERS: range(1, 65),
 }
-
-
-class ChannelAffine(NamedTuple):
-    """``value * scale[c] + shift[c]``, two roundings in fp32, with ``c = (i // inner) % channels``.
-
-    ``i`` is the place in memory order: ``inner`` is 1 for channels-last memory and height * width
-    for contiguous NCHW. ``scale`` and ``shift`` are addresses of ``channels`` float32 numbers.
-    """
-
-    channels: int
-    inner: int
-    scale_pointer: int
-    shift_pointer: int
-
-
-class ChannelSums(NamedTuple):
-    """Where the sums of each channel go; channels as in ChannelAffine, one for a whole tensor."""
-
-    channels: int
-    inner: int
-    sums_pointer: int  # (channels,) float64, written
-    squares_pointer: int  # likewise
-    workspace_pointer: int  # of ``cpu.reductions.sums_workspace_bytes``
 
 
 class RangeStrategy(IntEnum):
@@ -108,55 +84,8 @@ class PageFields(NamedTuple):
 _IN_ORDER = (ctypes.c_uint32 * 65)(*range(65))  # pages of 64 planes, the most, and of headers
 
 
-class Emission(NamedTuple):
-    """A normalisation's forward, run while an encoder reads its source (float32).
-
-    ``destination`` gets ``value * scale[c] + shift[c]`` (of ``affine``, if any) plus ``addend``'s
-    element (0: none). With a ``mask``, values not above 0 become 0 and values not below ``most``
-    become ``most``; all others, and NaN, set their bit. Pointers are addresses of as many float32
-    numbers as are encoded; a mask's pages may be of another size.
-    """
-
-    destination_pointer: int
-    addend_pointer: int = 0
-    affine: ChannelAffine | None = None
-    most: float = math.inf
-    mask: PageFields | None = None
-
-
-class NormGradient(NamedTuple):
-    """A pass of a normalisation's backward over its normalised values v (float32).
-
-    g is the ``gradient``'s element, 0 where the ``mask``'s bit is clear. With ``sums``, the pass
-    takes those of g and, as squares, of g * v, and writes g to ``destination`` unless that is 0.
-    Without, it writes ``g * of_gradient.scale[c] + (v * of_value.scale[c] + of_value.shift[c])``.
-    Gradient and destination may be the same.
-    """
-
-    gradient_pointer: int
-    destination_pointer: int = 0
-    of_value: ChannelAffine | None = None
-    of_gradient: ChannelAffine | None = None
-    sums: ChannelSums | None = None
-    mask: PageFields | None = None
-
-
 class RowMoments(NamedTuple):
     """Rows (runs of ``affine.inner``, a channel each) to measure first, writing the affine."""
 
     epsilon: float  # added under the root
     centred: bool  # ``(x - mean) / deviation``, else ``x`` over the root of its mean square
-
-
-class RowGradient(NamedTuple):
-    """Backward of a normalisation of rows of ``length`` over its normalised values (float32)."""
-
-    length: int
-    centred: bool
-    gradient_pointer: int  # of the result
-    destination_pointer: int  # for the input's gradient: the same memory, other, or 0
-    gamma_pointer: int  # (length,), or 0
-    scale_pointer: int  # (rows,), of the rows' affine
-    sums_pointer: int  # (length,) float64, written: of the gradient (beta's); or 0
-    products_pointer: int  # likewise, of its product with the values (gamma's)
-    workspace_pointer: int  # of ``cpu.reductions.rows_workspace_bytes``

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from daf.core.code_format import Predicate
 from daf.core.policy import Method, Treatment
-from daf.kernels import ChannelAffine, Codec, RowMoments
+from daf.kernels import Codec, RowMoments
 
 
 class Channels(NamedTuple):
-    """``value * scale[c] + shift[c]`` with ``c = (i // inner) % channels`` over memory order."""
+    """``value * scale[c] + shift[c]``, two roundings in fp32, with ``c = (i // inner) % channels``.
+
+    ``i`` is the place in memory order: ``inner`` is 1 for channels-last memory and height * width
+    for contiguous NCHW.
+    """
 
     scale: Tensor  # (channels,) float32, contiguous, on the values' device
     shift: Tensor  # likewise
@@ -38,11 +42,6 @@ class Channels(NamedTuple):
         """Return multiplication by a number, whatever the channel."""
         scale = torch.full((1,), factor, dtype=torch.float32, device=device)
         return cls(scale, torch.zeros_like(scale), 1)
-
-    def pointers(self) -> ChannelAffine:
-        """Return the vectors' addresses; keep ``self`` alive while they are used."""
-        count = self.scale.numel()
-        return ChannelAffine(count, self.inner, self.scale.data_ptr(), self.shift.data_ptr())
 
 
 class Geometry(NamedTuple):
@@ -89,9 +88,13 @@ class Sums(NamedTuple):
 
 
 class NormOutput(NamedTuple):
-    """What forward writes from its normalised values, with or without encoding them."""
+    """What forward writes from its normalised values, with or without encoding them.
 
-    out: Tensor  # dense
+    ``out`` gets ``result`` of the values plus the ``addend``. With a ``mask``, values not above 0
+    become 0 and values not below ``most`` become ``most``; all others, and NaN, set their bit.
+    """
+
+    out: Tensor  # dense; to native kernels float32, as many elements as are encoded
     result: Channels | None = None  # gamma and beta
     addend: Tensor | None = None  # in the layout of ``out``
     mask: Any = None  # of a ReLU, an unwritten code; to kernels, its open planes

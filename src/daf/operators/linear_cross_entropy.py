@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from daf.operators.chunked.cross_entropy import as_autocast, chunked_cross_entropy
-from daf.operators.chunked.logits_cross_entropy import RowLoss, logits_cross_entropy
+from daf.operators.chunked.cross_entropy import RowLoss, as_autocast, chunked_cross_entropy
+from daf.operators.chunked.logits_cross_entropy import logits_cross_entropy
 from daf.operators.eligibility import is_forward_mode
 from daf.operators.fusion_table import CallSite
 from daf.operators.operator_context import OperatorContext
@@ -80,6 +80,11 @@ class LossCall(NamedTuple):
     reduce: Any = None
     reduction: Any = "mean"
     label_smoothing: Any = 0.0
+
+    @property
+    def asked(self) -> RowLoss:
+        """What is asked for of each row."""
+        return RowLoss(self.ignore_index, self.reduction, self.label_smoothing)
 
     def is_fusible(self, shape: Sequence[int]) -> bool:
         """True if the loss works row by row, for logits of this shape."""
@@ -245,8 +250,7 @@ def logits_loss(call: OperatorCall) -> Tensor | None:
     has_gradient = torch.is_grad_enabled() and logits.requires_grad and not is_forward_mode()
     if not has_gradient or not loss.is_fusible(logits.shape):
         return None
-    asked = RowLoss(loss.ignore_index, loss.reduction, loss.label_smoothing)
-    found = logits_cross_entropy(logits, loss.target, asked)
+    found = logits_cross_entropy(logits, loss.target, loss.asked)
     return found if torch.is_autocast_enabled(logits.device.type) else found.to(logits.dtype)
 
 
@@ -259,9 +263,7 @@ def _loss_of(logits: Logits, call: LossCall, *, twice: bool) -> Tensor:
             logits.weight,
             call.target,
             logits.bias,
-            ignore_index=call.ignore_index,
-            reduction=call.reduction,
-            label_smoothing=call.label_smoothing,
+            **call.asked._asdict(),
             twice=twice,
         )
     return loss if widened else loss.to(logits.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -72,26 +73,21 @@ class FusedCall(NamedTuple, Generic[Held]):
     plain: tuple[Plain, ...]
 
 
+@dataclass(eq=False)
 class OperatorContext:
     """What one step brings to its fused operators."""
 
-    def __init__(
-        self,
-        hooks: Hooks,
-        state: SavedTensorState,
-        policy: Policy,
-        key: int,
-        *,
-        can_run_again: bool = True,
-    ) -> None:
+    hooks: Hooks
+    state: SavedTensorState
+    policy: Policy
+    key: int
+    can_run_again: bool = True  # whoever runs the step, after a FusionError
+    stand_ins: StandIns = field(default_factory=StandIns)
+    # Operators inside are seen.
+    seen: AbstractContextManager[object] = field(default_factory=nullcontext)
+
+    def __post_init__(self) -> None:
         sole_holders()  # known before the first backward pass asks
-        self.hooks = hooks
-        self.state = state
-        self.policy = policy
-        self.key = key
-        self.can_run_again = can_run_again  # whoever runs the step, after a FusionError
-        self.stand_ins = StandIns()
-        self.seen: AbstractContextManager[object] = nullcontext()  # operators inside are seen
 
     def site(self, operator: str) -> CallSite:
         """Return the site of the call of ``operator`` that is about to run."""

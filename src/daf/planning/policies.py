@@ -70,11 +70,6 @@ def register_policy(name: str, strategy: Strategy) -> None:
     _strategies[name] = strategy
 
 
-def forget_policy(name: str) -> None:
-    """Undo ``register_policy``."""
-    del _strategies[name]
-
-
 def strategy_named(name: str) -> Strategy:
     """Return a registered policy's strategy; raises UnknownNameError if there is none."""
     if name not in _strategies:

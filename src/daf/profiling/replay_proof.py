@@ -68,20 +68,18 @@ def prove_replays(
     return _judged_by_kind(kinds, trials.refusals)
 
 
+@dataclass(eq=False)
 class _Trials:
     """Proofs of some modules each, and the refusals so far."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[[], object],
-        limits: ProofLimits,
-        refusals: dict[str, str],
-    ) -> None:
-        self.refusals = refusals
-        self._model, self._forward, self._limits = model, forward, limits
+    _model: nn.Module
+    _forward: Callable[[], object]
+    _limits: ProofLimits
+    refusals: dict[str, str]
+    _pass_ms: float = 0.0  # of the last watched forward pass
+
+    def __post_init__(self) -> None:
         self._start_s = time.thread_time()
-        self._pass_ms = 0.0  # of the last watched forward pass
 
     def run(self, paths: Sequence[str], grace: float) -> list[str]:
         """Prove modules until ``grace`` times the limit has passed; return those without room."""

@@ -69,7 +69,7 @@ class RandomState:
     @property
     def nbytes(self) -> int:
         """The bytes that the states hold: about those of a Mersenne Twister each."""
-        return sum(_nbytes(state) for _, state in self._states)
+        return sum(getattr(state, "nbytes", _TWISTER_BYTES) for _, state in self._states)
 
     def used(self) -> RandomState | None:
         """Return the states of those generators that were drawn from since; None if none was."""
@@ -96,7 +96,9 @@ class Generators:
     """The default generators; a state of NumPy's that is still true is not read again."""
 
     def __init__(self) -> None:
-        self._sources = [_CPU, _PYTHON, _Source(self._numpy, _set_numpy, _is_pickled_same)]
+        # ``np.random`` takes 2 MB, so that it is not imported for a name in it.
+        numpy = _Source(self._numpy, lambda state: np.random.set_state(state), _is_pickled_same)
+        self._sources = [_CPU, _PYTHON, numpy]
         self._seen: tuple[bytes, Any] = b"", {}
 
     def state(self, devices: Iterable[torch.device]) -> RandomState:
@@ -136,13 +138,5 @@ def _on_device(device: torch.device) -> _Source:
     return _Source(now, partial(torch.cuda.set_rng_state, device=device), torch.equal)
 
 
-def _nbytes(state: Any) -> int:
-    return state.nbytes if isinstance(state, torch.Tensor) else _TWISTER_BYTES
-
-
 _CPU = _Source(torch.get_rng_state, torch.set_rng_state, torch.equal)
 _PYTHON = _Source(random.getstate, random.setstate, _is_same_python)
-
-
-def _set_numpy(state: Any) -> None:
-    np.random.set_state(state)  # which takes 2 MB, so that it is not imported for its name

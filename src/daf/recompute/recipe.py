@@ -200,18 +200,13 @@ def _nodes_of(step: _Step) -> list[_Leaf | _Step]:
     return found
 
 
+@dataclass(eq=False)
 class RecipeMaker:
-    """Makes recipes in one step's forward pass; ``is_constant``: tells whose memory stays."""
+    """Makes recipes in one step's forward pass; ``_is_constant``: tells whose memory stays."""
 
-    def __init__(
-        self,
-        recorder: ValueRecorder,
-        state: SavedTensorState,
-        is_constant: Callable[[Tensor], bool],
-    ) -> None:
-        self._recorder = recorder
-        self._state = state
-        self._is_constant = is_constant
+    _recorder: ValueRecorder
+    _state: SavedTensorState
+    _is_constant: Callable[[Tensor], bool]
 
     @below_autograd()  # what is done here is not the program's, and not recorded
     def recomputed(self, tensor: Tensor, version: int, site: Site) -> Recomputed | None:

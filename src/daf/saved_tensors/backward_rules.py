@@ -209,7 +209,8 @@ def sign_rule(node: Any, dtype: torch.dtype) -> SignRule | None:
         return SignRule(Predicate.ABOVE, 0.0, math.nan, -1.0, 1.0)
     if name.startswith("Threshold"):
         bound = float(saved_value(node, "threshold"))
-        return SignRule(Predicate.INSIDE, bound, math.nan, _below(bound), _above(bound))
+        above = bound + 1.0 + abs(bound)
+        return SignRule(Predicate.INSIDE, bound, math.nan, _below(bound), above)
     low, high = float(saved_value(node, "min_val")), float(saved_value(node, "max_val"))
     if not low < high or math.isinf(low) or math.isinf(high):
         return None
@@ -222,7 +223,3 @@ def sign_rule(node: Any, dtype: torch.dtype) -> SignRule | None:
 def _below(bound: float) -> float:
     """Return a value below ``bound`` in every float type."""
     return bound - 1.0 - abs(bound)
-
-
-def _above(bound: float) -> float:
-    return bound + 1.0 + abs(bound)

@@ -174,12 +174,11 @@ class Sources:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._alive: dict[int, weakref.ref[Source]] = {}
+        self._alive: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
         self._external: dict[int, StorageWeakRef] = {}
 
     def begin_step(self, external: Iterator[Tensor]) -> None:
-        """Forget dead storages, and name the external ones, which are never coded or counted."""
-        self._alive = {key: each for key, each in self._alive.items() if each() is not None}
+        """Name the external storages, which are never coded or counted."""
         self._external = {}
         self.add_external(external)
 
@@ -198,17 +197,14 @@ class Sources:
         """Return the source of a strided tensor."""
         storage = tensor.untyped_storage()
         address = storage._cdata
-        reference = self._alive.get(address)
-        source = reference() if reference is not None else None
+        source = self._alive.get(address)
         if source is None:
-            source = Source(self._ledger, storage)
-            self._alive[address] = weakref.ref(source)
+            source = self._alive[address] = Source(self._ledger, storage)
         return source
 
     def kept_at(self, address: int, kind: type[Found]) -> Found | None:
         """Return what keeps the storage at this address, which lives, for backward; or None."""
-        reference = self._alive.get(address)
-        source = reference() if reference is not None else None
+        source = self._alive.get(address)
         return None if source is None else source.recall("kept by", kind)
 
     def of_parts(self, tensor: Tensor) -> tuple[Source, ...]:

@@ -44,21 +44,14 @@ class Stored(Holding, Generic[Content]):
         self.content = content
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Derivation:
     """A function with f(0) = 0, applied in place to a recipe's only term."""
 
-    __slots__ = ("__weakref__", "_function", "_scale", "_unscaled", "readers")
-
-    def __init__(
-        self,
-        function: Callable[[Tensor], object],
-        scale: float = 1.0,
-        unscaled: Derivation | None = None,
-    ) -> None:
-        self._function = function
-        self._scale = scale
-        self._unscaled = unscaled
-        self.readers = 0  # saved tensors derived by it, scaled or not
+    _function: Callable[[Tensor], object]
+    _scale: float = 1.0
+    _unscaled: Derivation | None = None
+    readers: int = 0  # saved tensors derived by it, scaled or not
 
     def apply_(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by its function."""

@@ -18,7 +18,7 @@ _CHUNK_BLOCKS = 4096
 
 
 class Affine(NamedTuple):
-    """``value * scale[c] + shift[c]`` with ``c = (i // inner) % len(scale)``; see ChannelAffine."""
+    """``value * scale[c] + shift[c]`` with ``c = (i // inner) % len(scale)``; see Channels."""
 
     scale: Floats
     shift: Floats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import native_calls
 import numpy as np
@@ -19,9 +19,9 @@ from reference import codecs as reference
 
 from daf.core.code_format import ElementType, words_per_plane
 from daf.core.errors import KernelError
-from daf.kernels import ChannelAffine, ChannelSums, Emission, NormGradient
 from daf.kernels.cpu import reductions
 from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
+from daf.kernels.normalisation import NormOutput
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import PlainStore
 
@@ -76,11 +76,6 @@ def make_case(cases, count: int, channels: int, inner: int, kind: str = "smooth"
     )
 
 
-def native(affine: reference.Affine) -> ChannelAffine:
-    at = (affine.scale.ctypes.data, affine.shift.ctypes.data)
-    return ChannelAffine(len(affine.scale), affine.inner, *at)
-
-
 def same_bytes(found: np.ndarray, expected: np.ndarray) -> None:
     assert found.dtype == expected.dtype
     np.testing.assert_array_equal(
@@ -114,11 +109,11 @@ class Room:
         self.code = self.store.allocate_planes(case.count, bits, minimum_bits=1)
         self.mask = self.store.allocate_planes(case.count, 1, headers=False)
 
-    def emission(self, *, addend: bool, rectify: bool, most: float = math.inf) -> Emission:
-        return Emission(
+    def emission(self, *, addend: bool, rectify: bool, most: float = math.inf) -> NormOutput:
+        return native_calls.output(
             self.out.address,
             self.addend.address if addend else 0,
-            native(self.case.result),
+            native_calls.affine_of(self.case.result),
             most,
             self.mask.view.fields if rectify else None,
         )
@@ -164,8 +159,12 @@ def code_of(case: Case, codec: str) -> reference.Code | None:
     return reference.encode_minmax(case.x, 2, KEY, case.forward)
 
 
-def run_forward(case: Case, room: Room, codec: str, emission: Emission) -> None:
-    source, before, fields = case.x.ctypes.data, native(case.forward), room.code.view.fields
+def run_forward(case: Case, room: Room, codec: str, emission: NormOutput) -> None:
+    source, before, fields = (
+        case.x.ctypes.data,
+        native_calls.affine_of(case.forward),
+        room.code.view.fields,
+    )
     if codec == "none":
         native_calls.emit(source, case.count, before, emission, 1)
     elif codec == "rotated":
@@ -184,7 +183,10 @@ def test_the_result_is_derived_again_bit_for_bit(
     for kind in INPUTS:
         case = make_case(cases, *geometry, kind)
         room = Room(cases, case)
-        source, maps = case.x.ctypes.data, (native(case.forward), native(case.result))
+        source, maps = (
+            case.x.ctypes.data,
+            (native_calls.affine_of(case.forward), native_calls.affine_of(case.result)),
+        )
         emission = room.emission(addend=addend, rectify=rectify)
         native_calls.emit(source, case.count, maps[0], emission, 1)
         room.seal()
@@ -230,7 +232,9 @@ def test_a_rectifier_with_an_upper_bound(cases, instruction_set, most, addend) -
         case = make_case(cases, 30_001, 96, 1, kind)
         room = Room(cases, case)
         emission = room.emission(addend=addend, rectify=True, most=most)
-        native_calls.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
+        native_calls.emit(
+            case.x.ctypes.data, case.count, native_calls.affine_of(case.forward), emission, 1
+        )
         room.seal()
         expected = oracle_of(case, addend=addend, rectify=True, most=most)
         same_bytes(room.out.opened(), expected.result)
@@ -254,10 +258,14 @@ def test_a_bound_that_lets_nothing_pass_is_refused(cases, most) -> None:
     room = Room(cases, case)
     emission = room.emission(addend=False, rectify=True, most=most)
     with pytest.raises(KernelError, match="give a bound above 0"):
-        native_calls.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
+        native_calls.emit(
+            case.x.ctypes.data, case.count, native_calls.affine_of(case.forward), emission, 1
+        )
     without = room.emission(addend=False, rectify=False, most=6.0)
     with pytest.raises(KernelError, match="and a mask"):
-        native_calls.emit(case.x.ctypes.data, case.count, native(case.forward), without, 1)
+        native_calls.emit(
+            case.x.ctypes.data, case.count, native_calls.affine_of(case.forward), without, 1
+        )
 
 
 def assert_planes(room: Room, code: reference.Code) -> None:
@@ -287,7 +295,7 @@ class Sums:
         self._products = cases.guarded(case.channels, np.float64)
         self._workspace = cases.guarded(size, np.uint8)
         at = (self._sums.address, self._products.address, self._workspace.address)
-        self.where = ChannelSums(*geometry, *at)
+        self.where = native_calls.channel_sums(*geometry, *at)
 
     def same_as(self, expected) -> None:
         same_bytes(self._sums.opened(), expected.sums)
@@ -304,7 +312,7 @@ class Held(NamedTuple):
 
 def held(case: Case, room: Room, codec: str, threads: int = 1) -> Held:
     """Code the case's values (or keep its input); the mask is every third bit and more."""
-    before, source = native(case.forward), case.x.ctypes.data
+    before, source = native_calls.affine_of(case.forward), case.x.ctypes.data
     if codec == "kept":
         return Held(
             case.values,
@@ -317,7 +325,7 @@ def held(case: Case, room: Room, codec: str, threads: int = 1) -> Held:
         values = reference.decode_rotated(code, reference.Target(case.count), fields.bits, KEY)
         room.code.seal()
 
-        def run(gradient: NormGradient) -> None:
+        def run(gradient: Any) -> None:
             with room.code.pinned() as view:
                 native_calls.backward_rotated(view.fields, KEY, gradient, threads)
     else:
@@ -326,7 +334,7 @@ def held(case: Case, room: Room, codec: str, threads: int = 1) -> Held:
         values = reference.decode_minmax(code, reference.Target(case.count), fields.bits)
         room.code.seal()
 
-        def run(gradient: NormGradient) -> None:
+        def run(gradient: Any) -> None:
             with room.code.pinned() as view:
                 native_calls.backward_minmax(view.fields, gradient, threads)
 
@@ -335,7 +343,9 @@ def held(case: Case, room: Room, codec: str, threads: int = 1) -> Held:
 
 def make_mask(case: Case, room: Room) -> np.ndarray:
     emission = room.emission(addend=True, rectify=True)
-    native_calls.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
+    native_calls.emit(
+        case.x.ctypes.data, case.count, native_calls.affine_of(case.forward), emission, 1
+    )
     room.mask.seal()
     return mask_words(room.mask, case.count)
 
@@ -366,11 +376,11 @@ def check_backward(cases, case, room, run, masked, answers) -> None:
     with room.mask.pinned() as view:
         where = view.fields if masked else None
         at, there = gradient.address, written.address
-        run(NormGradient(at, there, sums=sums.where, mask=where))
+        run(native_calls.gradient_pass(at, there, sums=sums.where, mask=where))
         same_bytes(written.opened(), passed)
         sums.same_as(expected_sums)
-        factors = (native(case.forward), native(case.result))
-        run(NormGradient(at, at, *factors, mask=where))  # onto the gradient itself
+        factors = (native_calls.affine_of(case.forward), native_calls.affine_of(case.result))
+        run(native_calls.gradient_pass(at, at, *factors, mask=where))  # onto the gradient itself
     same_bytes(gradient.opened(), expected)
 
 
@@ -379,7 +389,7 @@ def test_threads_change_nothing(cases, instruction_set) -> None:
     for threads in (1, 2, 3, 4):
         room = Room(cases, case)
         fields, emission = room.code.view.fields, room.emission(addend=True, rectify=True)
-        before, source = native(case.forward), case.x.ctypes.data
+        before, source = native_calls.affine_of(case.forward), case.x.ctypes.data
         native_calls.encode_rotated(source, F32, fields, KEY, threads, before, emission=emission)
         room.seal()
         expected = oracle_of(case, addend=True, rectify=True)
@@ -389,7 +399,7 @@ def test_threads_change_nothing(cases, instruction_set) -> None:
         sums = Sums(cases, case, threads)
         with room.code.pinned() as view, room.mask.pinned() as mask:
             at = room.gradient.address
-            gradient = NormGradient(at, at, sums=sums.where, mask=mask.fields)
+            gradient = native_calls.gradient_pass(at, at, sums=sums.where, mask=mask.fields)
             native_calls.backward_rotated(view.fields, KEY, gradient, threads)
         sums.same_as(
             reference_norm.gradient_sums(values, case.gradient, expected.mask, case.channels, 1)
@@ -401,7 +411,7 @@ def test_planes_given_up_are_not_read(cases, instruction_set) -> None:
     """Some runs have lost a plane: backward reads what is left, with the shorter code's levels."""
     case = make_case(cases, 40 * 4096, 64, 1)
     room = Room(cases, case)
-    source, before = case.x.ctypes.data, native(case.forward)
+    source, before = case.x.ctypes.data, native_calls.affine_of(case.forward)
     native_calls.encode_rotated(source, F32, room.code.view.fields, KEY, 1, before)
     room.seal()
     room.store.evict(5 * 512)
@@ -411,7 +421,7 @@ def test_planes_given_up_are_not_read(cases, instruction_set) -> None:
         assert 0 < view.fields.full_runs < view.fields.runs
         native_calls.decode_rotated(view.fields, KEY, decoded.ctypes.data, F32, 1)
         native_calls.backward_rotated(
-            view.fields, KEY, NormGradient(room.gradient.address, sums=sums.where), 1
+            view.fields, KEY, native_calls.gradient_pass(room.gradient.address, sums=sums.where), 1
         )
     sums.same_as(reference_norm.gradient_sums(decoded, case.gradient, None, case.channels, 1))
 
@@ -436,7 +446,7 @@ def test_any_shape(cases, count, channels, inner, addend, store) -> None:
         with use_instruction_set(name):
             room = Room(cases, case, store=store)
             fields, emission = room.code.view.fields, room.emission(addend=addend, rectify=True)
-            before, source = native(case.forward), case.x.ctypes.data
+            before, source = native_calls.affine_of(case.forward), case.x.ctypes.data
             native_calls.encode_rotated(source, F32, fields, KEY, 1, before, emission=emission)
             room.seal()
             same_bytes(room.out.opened(), expected.result)
@@ -444,7 +454,7 @@ def test_any_shape(cases, count, channels, inner, addend, store) -> None:
             sums = Sums(cases, case)
             with room.code.pinned() as view, room.mask.pinned() as mask:
                 at = room.gradient.address
-                gradient = NormGradient(at, sums=sums.where, mask=mask.fields)
+                gradient = native_calls.gradient_pass(at, sums=sums.where, mask=mask.fields)
                 native_calls.backward_rotated(view.fields, KEY, gradient, 1)
             sums.same_as(sums_expected)
 
@@ -454,12 +464,16 @@ def test_calls_outside_the_contract_are_refused(cases) -> None:
     room = Room(cases, case)
     at = room.gradient.address
     with pytest.raises(KernelError, match="factors"):
-        native_calls.backward_kept(case.x.ctypes.data, case.count, None, NormGradient(at, at), 1)
+        native_calls.backward_kept(
+            case.x.ctypes.data, case.count, None, native_calls.gradient_pass(at, at), 1
+        )
     with pytest.raises(KernelError, match="gradient"):
-        native_calls.backward_kept(case.x.ctypes.data, case.count, None, NormGradient(0), 1)
+        native_calls.backward_kept(
+            case.x.ctypes.data, case.count, None, native_calls.gradient_pass(0), 1
+        )
     with pytest.raises(KernelError, match="destination"):
-        native_calls.emit(case.x.ctypes.data, case.count, None, Emission(0), 1)
+        native_calls.emit(case.x.ctypes.data, case.count, None, native_calls.output(0), 1)
     other = PlainStore().allocate_planes(256, 1, headers=False)
-    emission = Emission(room.out.address, mask=other.view.fields)
+    emission = native_calls.output(room.out.address, mask=other.view.fields)
     with pytest.raises(KernelError, match="mask"):
         native_calls.emit(case.x.ctypes.data, case.count, None, emission, 1)

@@ -15,7 +15,7 @@ from reference import row_norm as reference_rows
 
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
-from daf.kernels import ChannelAffine, Emission, RowGradient, RowMoments
+from daf.kernels import RowMoments
 from daf.kernels.cpu import reductions
 from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
 from daf.pool.paged_pool import PagedStore
@@ -79,9 +79,10 @@ class Forward:
         self.x = cases.guarded(case.count, np.float32, offset=12).fill(case.x)
         self.store = PagedStore(page_bytes=512)
         self.planes = self.store.allocate_planes(case.count, bits, minimum_bits=1)
-        self.affine = ChannelAffine(row_count, case.length, self.scale.address, self.shift.address)
-        result = ChannelAffine(case.length, 1, case.gamma.ctypes.data, case.beta.ctypes.data)
-        emission = Emission(self.out.address, affine=result)
+        at = (self.scale.address, self.shift.address)
+        self.affine = native_calls.vectors(row_count, case.length, *at)
+        result = native_calls.affine_of(case.result)
+        emission = native_calls.output(self.out.address, affine=result)
         moments, fields = RowMoments(EPSILON, case.centred), self.planes.view.fields
         source, options = self.x.address, (threads, self.affine)
         if codec == "kept":
@@ -114,16 +115,16 @@ def run_backward(cases, case: Case, done: Forward, codec: str, *, threads: int =
     size = reductions.rows_workspace_bytes(case.count, case.length, threads)
     workspace = cases.guarded(size, np.uint8, offset=1)
     target = {"over": gradient.address, "beside": other.address, "none": 0}[what["target"]]
-    asked = RowGradient(
+    asked = native_calls.row_gradient(
         case.length,
-        case.centred,
-        gradient.address,
-        target,
-        case.gamma.ctypes.data if what["gamma"] else 0,
-        done.scale.address,
-        sums.address if what.get("summing", True) else 0,
-        products.address if what.get("summing", True) else 0,
-        workspace.address,
+        centred=case.centred,
+        gradient=gradient.address,
+        destination=target,
+        gamma=case.gamma.ctypes.data if what["gamma"] else 0,
+        scale=done.scale.address,
+        sums=sums.address if what.get("summing", True) else 0,
+        products=products.address if what.get("summing", True) else 0,
+        workspace=workspace.address,
     )
     with done.planes.pinned() as view:
         if codec == "kept":
@@ -272,7 +273,7 @@ def test_calls_outside_the_contract_are_refused(cases) -> None:
     case = make_case(cases, 4, 8, centred=True)
     done = Forward(cases, case, "kept")
     at, moments = done.x.address, RowMoments(EPSILON, centred=True)
-    emission = Emission(done.out.address)
+    emission = native_calls.output(done.out.address)
     with pytest.raises(KernelError, match="length that divides"):
         reductions.rows_workspace_bytes(33, 8, 1)
     with pytest.raises(KernelError, match="room for the affine"):
@@ -285,10 +286,12 @@ def test_calls_outside_the_contract_are_refused(cases) -> None:
     options = (planes.view.fields, KEY, 1, done.affine, emission, moments)
     with pytest.raises(KernelError, match="float32"):
         native_calls.encode_rotated(at, ElementType.FLOAT16, *options)
-    good = RowGradient(8, True, at, at, 0, done.scale.address, at, at, at)
+    good = {"length": 8, "centred": True, "scale": done.scale.address}
+    good |= dict.fromkeys(("gradient", "destination", "sums", "products", "workspace"), at)
     for name in ("gradient", "scale", "sums", "products", "workspace"):
-        asked = good._replace(**{f"{name}_pointer": 0})
+        asked = native_calls.row_gradient(**(good | {name: 0}))
         with pytest.raises(KernelError, match=name):
             native_calls.backward_kept(at, case.count, done.affine, asked, 1)
+    asked = native_calls.row_gradient(**(good | {"length": 5}))
     with pytest.raises(KernelError, match="length that divides"):
-        native_calls.backward_kept(at, case.count, done.affine, good._replace(length=5), 1)
+        native_calls.backward_kept(at, case.count, done.affine, asked, 1)

@@ -47,6 +47,7 @@ from daf.kernels.normalisation import (
     KeptValues,
     MaskedGradient,
     NormOutput,
+    RowBackward,
     RunningStatistics,
 )
 from daf.kernels.normalisation import Sums as DeviceSums
@@ -249,9 +250,8 @@ def test_rows_are_the_oracle_s(cases, rows, length, centred) -> None:
             values, gradient, affine.scale, weight, centred=centred
         )
         on_device = None if weight is None else to_device(weight)
-        products = triton_norm.RowProducts(
-            given, theirs.scale, length, on_device, centred=centred, summing=True
-        )
+        job = RowBackward(length, centred, given, None, on_device, theirs.scale, summing=True)
+        products = triton_norm.RowProducts(job)
         step = products.span_blocks
         for part in value_parts(values, x, theirs, kind, step, kept=kept):
             products.add(part)
@@ -381,13 +381,18 @@ def test_a_normalisation_runs_its_own_kernels_and_no_operators_beside(
             sums, geometry, statistics.inverse_deviation, vector, (vector, None)
         )
         triton_norm.measure_rows(x, affine, 1e-5, centred=True)
-        products = triton_norm.RowProducts(x, affine.scale, 100, None, centred=True, summing=False)
+        products = triton_norm.RowProducts(row_job(x, affine.scale, 100))
         products.add(triton_norm.Values(x, (0, block_count(1200)), affine))
         beside = seen.names - VIEWS
         assert (x[:1] / 3).isfinite().all()
     assert beside - {"mul", "neg"} <= {"empty", "zeros", "zero_", "new_empty"}, beside
     assert "div" in seen.names  # the mode does see them
     assert [each._version for each in running[:2]] == versions  # as after PyTorch's own
+
+
+def row_job(gradient: torch.Tensor, scale: torch.Tensor, length: int) -> RowBackward:
+    """The backward of centred rows without gamma or sums."""
+    return RowBackward(length, True, gradient, None, None, scale, summing=False)
 
 
 def test_what_the_kernels_refuse() -> None:
@@ -398,12 +403,12 @@ def test_what_the_kernels_refuse() -> None:
     with pytest.raises(KernelError, match="give a range within"):
         triton_norm.derive(x, forward, Decoding(x, blocks=(0, 4)))
     with pytest.raises(KernelError, match="give a length that divides"):
-        triton_norm.RowProducts(x, x[:1], 7, None, centred=True, summing=False)
+        triton_norm.RowProducts(row_job(x, x[:1], 7))
     with pytest.raises(KernelError, match="300 rows by 7 scales"):
-        triton_norm.RowProducts(x, x[:7], 2, None, centred=True, summing=False)
+        triton_norm.RowProducts(row_job(x, x[:7], 2))
     with pytest.raises(KernelError, match="300 rows into 3 places"):
         triton_norm.measure_rows(x, Channels(x[:3], x[:3], 2), 1e-5, centred=True)
-    summing = triton_norm.RowProducts(x, x[:300], 2, None, centred=True, summing=False)
+    summing = triton_norm.RowProducts(row_job(x, x[:300], 2))
     assert summing.columns() is None
     with pytest.raises(KernelError, match="spans have 512"):
         summing.add(triton_norm.Values(x[:256], (0, 1)))

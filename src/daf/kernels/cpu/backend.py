@@ -15,7 +15,7 @@ from daf.kernels import normalisation as norms
 from daf.kernels.backend import Backend, element_type
 from daf.kernels.cpu import codecs, reductions
 from daf.kernels.cpu.checks import checked_table
-from daf.kernels.cpu.job import Job
+from daf.kernels.cpu.job import Job, fields_of
 
 
 class CpuBackend(Backend):
@@ -34,26 +34,26 @@ class CpuBackend(Backend):
         if code.codec is kernels.Codec.DERIVATIVE:
             checked_table("lines' numbers", code.table, 3 * DERIVATIVE_PIECES - 1)
         job = _of_elements(source, planes.fields, code)
-        job = job._replace(source=source.data_ptr(), affine=_affine(code.channels))
+        job = job._replace(source=source.data_ptr(), affine=code.channels)
         return not codecs.encode(code.codec, job)
 
     def decode_elements(self, planes: Any, out: Tensor, code: norms.ElementCode) -> None:
         if code.codec is kernels.Codec.DERIVATIVE:
             checked_table("levels", code.table, 2**planes.fields.bits)
         job = _of_elements(out, planes.fields, code)
-        job = job._replace(destination=out.data_ptr(), after=_affine(code.channels))
+        job = job._replace(destination=out.data_ptr(), after=code.channels)
         codecs.decode(code.codec, job)
 
     def measure_ranges(
         self, items: Tensor, strategy: kernels.RangeStrategy, channels: int, inner: int
     ) -> tuple[Tensor, Tensor]:
-        count, threads, cut = items.numel(), torch.get_num_threads(), (channels, inner, strategy)
-        size_bytes = reductions.ranges_workspace_bytes(count, threads, *cut)
+        count, threads = items.numel(), torch.get_num_threads()
+        size_bytes = reductions.ranges_workspace_bytes(count, threads, channels, inner, strategy)
         workspace = torch.empty(max(1, size_bytes), dtype=torch.uint8)
         low, high = torch.empty((2, channels), dtype=torch.float32).unbind()
-        source = (items.data_ptr(), element_type(items.dtype), count)
-        places = (low.data_ptr(), high.data_ptr(), workspace.data_ptr())
-        reductions.measure_ranges(*source, *places, threads, *cut)
+        job = Job(threads, count, element_type(items.dtype), items.data_ptr(), workspace=workspace)
+        job = job._replace(geometry=norms.Geometry(channels, inner, count))
+        reductions.measure_ranges(job, low, high, strategy)
         return low, high
 
     def channel_statistics(
@@ -69,12 +69,11 @@ class CpuBackend(Backend):
         2⁻⁵² · (1 + mean² / variance) times the longest chain of additions: of float32's 24 bits
         none is lost to cancellation.
         """
-        room = _Room(geometry)
-        job = Job(torch.get_num_threads(), x.numel(), source=x.data_ptr(), sums=room.where)
-        codecs.read(job)
+        room = _room_for_sums(geometry)
+        codecs.read(Job(torch.get_num_threads(), x.numel(), source=x.data_ptr(), **room))
         found = norms.Statistics(*torch.empty(2, geometry.channels, dtype=torch.float32).unbind())
         shape = (geometry.channels, geometry.per_channel)
-        _native.statistics_of_sums(*shape, epsilon, (*room.sums, *found), running)
+        _native.statistics_of_sums(*shape, epsilon, (*room["sums"], *found), running)
         return found
 
     def emit(self, encoding: norms.Encoding) -> None:
@@ -82,16 +81,16 @@ class CpuBackend(Backend):
 
     def derive(self, values: norms.KeptValues, decoding: norms.Decoding) -> None:
         job = _writing(decoding, values.x.numel())
-        job = job._replace(source=values.x.data_ptr(), affine=values.forward.pointers())
+        job = job._replace(source=values.x.data_ptr(), affine=values.forward)
         codecs.copy(job)
 
     def sum_gradient(
         self, values: norms.Values, given: norms.MaskedGradient, geometry: norms.Geometry
     ) -> norms.Sums:
-        room, mask = _Room(geometry), _fields(given.mask)
-        places = (given.gradient.data_ptr(), _pointer(given.written))
-        _read_values(values, gradient=kernels.NormGradient(*places, sums=room.where, mask=mask))
-        return room.sums
+        room = _room_for_sums(geometry)
+        _read_values(values, gradient=given, **room)
+        sums: norms.Sums = room["sums"]
+        return sums
 
     def gradient_factors(
         self,
@@ -113,47 +112,38 @@ class CpuBackend(Backend):
         given: norms.MaskedGradient,
         factors: tuple[norms.Channels, norms.Channels],
     ) -> None:
-        places = (given.gradient.data_ptr(), _pointer(given.written))
-        of_value, of_gradient = (factor.pointers() for factor in factors)
-        gradient = kernels.NormGradient(*places, of_value, of_gradient, mask=_fields(given.mask))
-        _read_values(values, gradient=gradient)
+        of_value, of_gradient = factors
+        _read_values(values, gradient=given, of_value=of_value, of_gradient=of_gradient)
 
     def backward_rows(self, values: norms.Values, job: norms.RowBackward) -> norms.Sums | None:
         threads, count = torch.get_num_threads(), job.gradient.numel()
         sums = norms.Sums(*torch.empty(2, job.length, dtype=torch.float64)) if job.summing else None
         size_bytes = reductions.rows_workspace_bytes(count, job.length, threads)
         workspace = torch.empty(size_bytes, dtype=torch.uint8)
-        tensors = (job.gradient, job.written, job.gamma, job.scale, *(sums or (None, None)))
-        places = map(_pointer, (*tensors, workspace))
-        _read_values(values, row_gradient=kernels.RowGradient(job.length, job.centred, *places))
+        _read_values(values, row_gradient=job, sums=sums, workspace=workspace)
         return sums
 
 
-class _Room:
-    def __init__(self, geometry: norms.Geometry) -> None:
-        channels, inner, count = geometry
-        threads = torch.get_num_threads()
-        size_bytes = reductions.sums_workspace_bytes(count, threads, channels, inner)
-        self._workspace = torch.empty(size_bytes, dtype=torch.uint8)
-        self.sums = norms.Sums(*torch.empty(2, channels, dtype=torch.float64).unbind())
-        places = (part.data_ptr() for part in (*self.sums, self._workspace))
-        self.where = kernels.ChannelSums(channels, inner, *places)
+def _room_for_sums(geometry: norms.Geometry) -> dict[str, Any]:
+    """Return the fields of a job that takes the sums of each channel."""
+    channels, inner, count = geometry
+    threads = torch.get_num_threads()
+    size_bytes = reductions.sums_workspace_bytes(count, threads, channels, inner)
+    return {
+        "sums": norms.Sums(*torch.empty(2, channels, dtype=torch.float64).unbind()),
+        "geometry": geometry,
+        "workspace": torch.empty(size_bytes, dtype=torch.uint8),
+    }
 
 
 # Jobs hold addresses: keep the tensors alive while one runs.
 def _reading(encoding: norms.Encoding, **options: Any) -> Job:
     source, channels, rows, output = encoding
-    emission = None
-    if output is not None:
-        places = (output.out.data_ptr(), _pointer(output.addend))
-        emission = kernels.Emission(
-            *places, _affine(output.result), output.most, _fields(output.mask)
-        )
     return Job(
         *(torch.get_num_threads(), source.numel(), element_type(source.dtype), source.data_ptr()),
-        affine=_affine(channels),
+        affine=channels,
         rows=rows,
-        emission=emission,
+        emission=output,
         **options,
     )
 
@@ -163,10 +153,10 @@ def _writing(decoding: norms.Decoding, elements: int, **options: Any) -> Job:
     return Job(
         *(torch.get_num_threads(), elements, element_type(out.dtype)),
         destination=out.data_ptr(),
-        after=_affine(channels),
+        after=channels,
         accumulate=accumulate,
         blocks=blocks,
-        mask=_fields(mask),
+        mask=fields_of(mask),
         **options,
     )
 
@@ -186,7 +176,7 @@ def _of_elements(items: Tensor, pages: kernels.PageFields, code: norms.ElementCo
         predicate=code.predicate,
         low=code.low,
         high=code.high,
-        table=_pointer(code.table),
+        table=0 if code.table is None else code.table.data_ptr(),
         item_bytes=items.element_size(),
         base=code.base,
     )
@@ -199,15 +189,3 @@ def _read_values(values: norms.Values, **gradient: Any) -> None:
     else:
         job = Job(torch.get_num_threads(), values.elements, **_coded(values), **gradient)
         codecs.decode(values.codec, job)
-
-
-def _affine(channels: norms.Channels | None) -> kernels.ChannelAffine | None:
-    return None if channels is None else channels.pointers()
-
-
-def _fields(planes: Any) -> kernels.PageFields | None:
-    return None if planes is None else planes.fields
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from daf.core.errors import KernelError
-from daf.kernels import ChannelAffine, ChannelSums, PageFields
+from daf.kernels import PageFields
 
 _MOST_CHANNELS = 2**32
 _MOST_INNER = 2**63
@@ -91,13 +91,10 @@ def check_row_length(count: int, length: int) -> None:
         )
 
 
-def check_vectors(*records: ChannelAffine | ChannelSums | None) -> None:
-    """Check channels and addresses of each record."""
-    for record in records:
-        if record is not None:
-            check_channels(record.channels, record.inner)
-            for name, address in zip(record._fields[2:], record[2:], strict=True):
-                check_pointer(name.removesuffix("_pointer"), address)
+def check_places(**tensors: Tensor | None) -> None:
+    """Check that each tensor is there and has memory."""
+    for name, tensor in tensors.items():
+        check_pointer(name, 0 if tensor is None else tensor.data_ptr())
 
 
 def check_fields(fields: PageFields, widths: Widths) -> PageFields:

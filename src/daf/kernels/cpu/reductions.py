@@ -8,8 +8,9 @@ workspace may lie anywhere and hold anything.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 import daf._native as _native
-from daf.core.code_format import ElementType
 from daf.kernels import RangeStrategy
 from daf.kernels.cpu import checks
 from daf.kernels.cpu.job import Job, run
@@ -36,30 +37,15 @@ def sums_workspace_bytes(count: int, threads: int, channels: int = 1, inner: int
     return int(_native.sums_workspace_bytes(count, channels, inner, threads))
 
 
-def measure_ranges(
-    source: int,
-    element_type: ElementType,
-    count: int,
-    least: int,
-    greatest: int,
-    workspace: int,
-    threads: int,
-    channels: int,
-    inner: int,
-    strategy: RangeStrategy,
-) -> None:
-    """Write the least and the greatest element of each channel, ``channels`` float32 each.
+def measure_ranges(job: Job, least: Tensor, greatest: Tensor, strategy: RangeStrategy) -> None:
+    """Write the least and the greatest element of each of the job's channels, float32.
 
     -0 is less than +0. A channel with a NaN has the canonical NaN for both; an empty one has +inf
     and -inf. ``strategy`` does not change the results.
     """
-    checks.check_channels(channels, inner)
     checks.check_member("strategy", strategy, tuple(RangeStrategy))
-    places = (least, greatest, workspace)
-    for name, address in zip(("least", "greatest", "workspace"), places, strict=True):
-        checks.check_pointer(name, address)
-    more = (channels, inner, *places, int(strategy))
-    job = Job(threads, count, element_type, source)
+    checks.check_places(least=least, greatest=greatest, workspace=job.workspace)
+    more = (least.data_ptr(), greatest.data_ptr(), int(strategy))
     run(lambda *call: _native.measure_ranges(*call, *more), job, "source")
 
 

@@ -105,8 +105,7 @@ class TritonBackend(Backend):
     def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:
         """Run two passes over the values: sums by rows and columns, then the input's gradient."""
         given = _items(job.gradient)
-        options = {"centred": job.centred, "summing": job.summing}
-        products = norms.RowProducts(given, job.scale, job.length, job.gamma, **options)
+        products = norms.RowProducts(job._replace(gradient=given))
         self._add_rows(products, values, given.device)
         columns = products.columns()
         if job.written is not None:

@@ -22,6 +22,7 @@ from daf.kernels.normalisation import (
     Decoding,
     Geometry,
     NormOutput,
+    RowBackward,
     RunningStatistics,
     Statistics,
     Sums,
@@ -244,64 +245,48 @@ def measure_rows(source: Tensor, affine: Channels, epsilon: float, *, centred: b
 class RowProducts:
     """Backward's sums of gradient and values of a row normalisation, span of rows by span of rows.
 
-    ``scale`` (rows,) is the rows' own. After all values are added, ``of_value`` is what
+    The job's tensors are flat. After all values are added, ``of_value`` is what
     ``write_gradient`` takes for them.
     """
 
-    def __init__(
-        self,
-        gradient: Tensor,
-        scale: Tensor,
-        length: int,
-        gamma: Tensor | None,
-        *,
-        centred: bool,
-        summing: bool,
-    ) -> None:
-        rows = _row_count(gradient, length)
-        if rows != scale.numel():
-            raise KernelError(f"asked to go back through {rows} rows by {scale.numel()} scales")
-        self._gradient = gradient
-        self._scale = scale
-        self.length = length
-        self.span_blocks = length  # a span has as many rows as a block has elements
-        self._gamma = gamma
-        self._centred = centred
-        factors: dict[str, Any] = {"dtype": torch.float32, "device": gradient.device}
+    def __init__(self, job: RowBackward) -> None:
+        rows, found = _row_count(job.gradient, job.length), job.scale.numel()
+        if rows != found:
+            raise KernelError(f"asked to go back through {rows} rows by {found} scales")
+        self._job = job
+        self.span_blocks = job.length  # a span has as many rows as a block has elements
+        factors: dict[str, Any] = {"dtype": torch.float32, "device": job.gradient.device}
         scales, shifts = torch.empty(2, rows, **factors).unbind()
-        self.of_value = Channels(scales, shifts, length)
-        shape = (2, -(-rows // ROWS_PER_SPAN), length)
-        self._spans = torch.empty(shape, **factors) if summing else None
+        self.of_value = Channels(scales, shifts, job.length)
+        shape = (2, -(-rows // ROWS_PER_SPAN), job.length)
+        self._spans = torch.empty(shape, **factors) if job.summing else None
 
     def add(self, values: Values) -> None:
         """Add the rows of these values, whole spans of them."""
-        count = self._gradient.numel()
+        gradient, length = self._job.gradient, self._job.length
+        count = gradient.numel()
         first, last = values.part(count)
-        spans = values.spans(count, self.length * ROWS_PER_SPAN)
-        elements, kind = patterns(self._gradient, count)
-        common = values.arguments(count) | {
-            "gradient": elements,
-            "rows": last // self.length,
-            "length": self.length,
-            "TYPE": kind,
-        }
+        spans = values.spans(count, length * ROWS_PER_SPAN)
+        elements, kind = patterns(gradient, count)
+        rows = {"gradient": elements, "rows": last // length, "length": length, "TYPE": kind}
+        common = values.arguments(count) | rows
         on_device(
             device.row_factors,
-            (-(-((last - first) // self.length) // _ROWS),),
-            self._gradient.device,
+            (-(-((last - first) // length) // _ROWS),),
+            gradient.device,
             **common,
             of_value=affine_of(self.of_value),
-            own_scale=self._scale,
-            gamma=self._gamma,
-            first_row=first // self.length,
-            CENTRED=self._centred,
+            own_scale=self._job.scale,
+            gamma=self._job.gamma,
+            first_row=first // length,
+            CENTRED=self._job.centred,
             ROWS=_ROWS,
         )
         if self._spans is not None:
             on_device(
                 device.column_span_sums,
-                (spans[1] - spans[0], -(-self.length // _COLUMNS)),
-                self._gradient.device,
+                (spans[1] - spans[0], -(-length // _COLUMNS)),
+                gradient.device,
                 **common,
                 sums=self._spans[0],
                 products=self._spans[1],
@@ -314,17 +299,17 @@ class RowProducts:
         """Return sums along the rows, (length,) each; None unless summing."""
         if self._spans is None:
             return None
-        shape = (2, self.length)
-        out = torch.empty(shape, dtype=torch.float64, device=self._gradient.device)
+        length = self._job.length
+        out = torch.empty(2, length, dtype=torch.float64, device=self._spans.device)
         for spans, total in zip(self._spans, out, strict=True):
             on_device(
                 device.add_spans,
-                (-(-self.length // _COLUMNS),),
+                (-(-length // _COLUMNS),),
                 out.device,
                 span_sums=spans,
                 out=total,
                 spans=spans.shape[0],
-                length=self.length,
+                length=length,
                 COLUMNS=_COLUMNS,
             )
         return Sums(*torch.where(out.isnan(), math.nan, out))

@@ -105,13 +105,6 @@ class BatchNormOperator(FusedOperator):
         reads = tuple(part for part in parts if part is not None)
         return Deferred(self, site, "batch normalisation", (norm, addend), reads)
 
-    def _take(self, deferred: Deferred) -> tuple[Norm, Tensor | None]:
-        """Return the parts, which stay for a later reader where the step cannot run again."""
-        found: tuple[Norm, Tensor | None] = deferred.take(
-            _LAST, keep=not self.context.can_run_again
-        )
-        return found
-
     def compute(self, deferred: Deferred) -> Tensor:
         """Return the normalisation, and the sum, without a ReLU."""
         norm, addend = deferred.take(_LAST)
@@ -134,7 +127,7 @@ class BatchNormOperator(FusedOperator):
             return None
         if self.table.pattern(deferred.site) == ALONE:
             return None
-        norm, addend = self._take(deferred)
+        norm, addend = deferred.take(_LAST, keep=not self.context.can_run_again)
         result = self._fused(norm, deferred.site, addend, rectifier)
         if rectifier.is_in_place:
             deferred.result = result
@@ -154,7 +147,7 @@ class BatchNormOperator(FusedOperator):
         addend = other if beside is None else stand_ins.compute(beside)
         if not _fits(addend, deferred.parts[0].x):
             return None
-        norm, _ = self._take(deferred)
+        norm, _ = deferred.take(_LAST, keep=not self.context.can_run_again)
         if name not in _ONTO_FIRST:
             return self._defer(deferred.site, norm, addend)
         stand_ins.change(first, self._deferred(deferred.site, norm, addend))

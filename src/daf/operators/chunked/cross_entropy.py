@@ -28,6 +28,14 @@ Reduction = Literal["mean", "sum"]
 _LEAST_ROWS = 128
 
 
+class RowLoss(NamedTuple):
+    """What ``F.cross_entropy`` is asked for, by the names of its arguments."""
+
+    ignore_index: int = -100
+    reduction: Reduction = "mean"
+    label_smoothing: float = 0.0
+
+
 def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -78,9 +86,7 @@ def chunked_cross_entropy(
     settings = _Settings(
         # By default the chunk's logits are no larger than all rows of hidden (Liger's rule).
         chunk_rows or max(_LEAST_ROWS, rows.numel() // weight.shape[0]),
-        ignore_index,
-        label_smoothing,
-        reduction,
+        RowLoss(ignore_index, reduction, label_smoothing),
         with_gradients=torch.is_grad_enabled(),
         twice=twice,
     )
@@ -90,9 +96,7 @@ def chunked_cross_entropy(
 
 class _Settings(NamedTuple):
     chunk_rows: int
-    ignore_index: int
-    label_smoothing: float
-    reduction: Reduction
+    loss: RowLoss
     with_gradients: bool  # inside a Function's forward grad mode is always off
     twice: bool
 
@@ -122,8 +126,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         settings: _Settings,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        counted = target != settings.ignore_index
-        scale, smoothing = scale_of(counted, settings.reduction, wide), settings.label_smoothing
+        ignore_index, reduction, smoothing = settings.loss
+        counted = target != ignore_index
+        scale = scale_of(counted, reduction, wide)
         needs = [settings.with_gradients and need for need in ctx.needs_input_grad]
         gradients = _Gradients(
             torch.empty_like(hidden) if needs[0] else None,
@@ -147,7 +152,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         _keep(ctx, gradients, (hidden, weight, bias))
         if settings.twice:
             ctx.inputs = versioned((hidden, weight, bias))
-            ctx.target, ctx.settings = target, settings
+            ctx.target, ctx.loss = target, settings.loss
         return total * scale
 
     @staticmethod
@@ -171,17 +176,10 @@ def _differentiable(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
             "asked for a graph of chunked_cross_entropy's gradient (create_graph=True); it has "
             "no second derivative; give twice=True, or use F.cross_entropy(F.linear(...), ...)"
         )
-    settings: _Settings = ctx.settings
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         logits = F.linear(hidden, weight, bias).to(incoming.dtype)
-        return F.cross_entropy(
-            logits,
-            ctx.target,
-            ignore_index=settings.ignore_index,
-            reduction=settings.reduction,
-            label_smoothing=settings.label_smoothing,
-        )
+        return F.cross_entropy(logits, ctx.target, **ctx.loss._asdict())
 
     with without_torch_function():
         return differentiable_gradients(

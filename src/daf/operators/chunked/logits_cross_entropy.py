@@ -8,26 +8,23 @@ gradient over them where nobody else holds them.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daf.operators.chunked import cross_entropy
+from daf.operators.chunked.cross_entropy import (
+    RowLoss,
+    loss_to_softmax,
+    scale_of,
+    softmax_to_gradient,
+)
 from daf.operators.fused_function import differentiable_gradients
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.ownership import is_held_by_none_but
 
 _CHUNK_ELEMENTS = 2**18  # a megabyte of float32, which stays in a core's cache over its operators
-
-
-class RowLoss(NamedTuple):
-    """What ``F.cross_entropy`` is asked for, by the names of its arguments."""
-
-    ignore_index: int = -100
-    reduction: cross_entropy.Reduction = "mean"
-    label_smoothing: float = 0.0
 
 
 def logits_cross_entropy(logits: Tensor, target: Tensor, loss: RowLoss) -> Tensor:
@@ -98,8 +95,8 @@ def _write_gradient(
             part = rows[chunk].float()
         elif out is not rows:
             part.copy_(rows[chunk])
-        cross_entropy.loss_to_softmax(part, target[chunk], counted[chunk], loss.label_smoothing)
-        cross_entropy.softmax_to_gradient(
+        loss_to_softmax(part, target[chunk], counted[chunk], loss.label_smoothing)
+        softmax_to_gradient(
             part, target[chunk], counted[chunk], loss.label_smoothing, scale
         )
         if out.dtype != torch.float32:
@@ -111,4 +108,4 @@ def _rows_in_chunk(rows: Tensor) -> int:
 
 
 def _scale_of(target: Tensor, loss: RowLoss) -> Tensor:
-    return cross_entropy.scale_of(target != loss.ignore_index, loss.reduction, torch.float32)
+    return scale_of(target != loss.ignore_index, loss.reduction, torch.float32)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.operators.chunked.logits_cross_entropy import RowLoss, logits_cross_entropy
+from daf.operators.chunked.cross_entropy import RowLoss
+from daf.operators.chunked.logits_cross_entropy import logits_cross_entropy
 from daf.operators.linear_cross_entropy import are_logits, logits_loss
 from daf.operators.protocol import OperatorCall
 from daf.torch_compat.autograd_graph import pack_hook
