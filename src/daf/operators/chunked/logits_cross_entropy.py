@@ -96,9 +96,7 @@ def _write_gradient(
         elif out is not rows:
             part.copy_(rows[chunk])
         loss_to_softmax(part, target[chunk], counted[chunk], loss.label_smoothing)
-        softmax_to_gradient(
-            part, target[chunk], counted[chunk], loss.label_smoothing, scale
-        )
+        softmax_to_gradient(part, target[chunk], counted[chunk], loss.label_smoothing, scale)
         if out.dtype != torch.float32:
             out[chunk].copy_(part)
 
