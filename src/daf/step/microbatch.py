@@ -64,7 +64,8 @@ class WeightedLoss:
 
 def check_loss(loss_fn: Any) -> None:
     """Raise DataError unless this can be called as ``loss_fn(model, batch)``."""
-    if isinstance(loss_fn, FunctionType) and loss_fn.__code__.co_argcount == 2:
+    code = loss_fn.__code__ if isinstance(loss_fn, FunctionType) else None
+    if code is not None and code.co_argcount == 2 and not code.co_kwonlyargcount:
         return  # nearly all are so, and a signature takes as long as a small operator
     takes = hasattr(loss_fn, "__wrapped__") or getattr(loss_fn, "__module__", "") not in _OF_OUTPUTS
     try:
