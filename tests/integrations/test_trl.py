@@ -163,6 +163,33 @@ def test_steps_are_the_host_s_own(
     assert ours.daf_session.peak_bytes <= bound
 
 
+def test_metrics_of_parts_are_those_of_the_batch(tmp_path: Path, budget: Budget) -> None:
+    """Memory runs short in mid-run: some batches are whole, those after it are cut in two."""
+    plain = rewarded(tmp_path)
+    plain.args.max_steps = 8
+    plain.train()
+    ours = rewarded(tmp_path)
+    ours.args.max_steps = 8
+    compute_loss, counts = ours.compute_loss, {"now": 0}
+
+    def bursting(*given: Any, **named: Any) -> torch.Tensor:
+        found: torch.Tensor = compute_loss(*given, **named)
+        if len(ours._metrics["train"].get("margin", ())) == 3 and ours.state.global_step == 3:
+            counts["now"] += 1
+            if counts["now"] == 1:
+                torch.empty(10**9).fill_(1.0)
+        return found
+
+    ours.compute_loss = bursting
+    budgeted(ours, budget(200_000_000), tolerance=0, split=CUT).train()
+    sizes = [row["daf_micro_batch"] for row in ours.state.log_history if "daf_micro_batch" in row]
+    assert counts["now"] > 1
+    assert sizes[0] > sizes[-1]
+    assert logged(ours, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-3, abs=1e-4)
+    for metric in ("margin", "mean_reward", "accuracy"):
+        assert logged(ours, metric) == pytest.approx(logged(plain, metric), rel=1e-2, abs=1e-3)
+
+
 def test_rows_that_belong_in_pairs_are_not_cut(tmp_path: Path, budget: Budget) -> None:
     ours = budgeted(preferred(tmp_path), budget(400_000_000), tolerance=0)
     ours.args.max_steps = 1

@@ -157,10 +157,19 @@ class BudgetedTrainer(Trainer):  # type: ignore[misc]
 
         if self.compute_loss_func is not None:  # a proof holds for this loss only
             loss_fn.__wrapped__ = self.compute_loss_func  # type: ignore[attr-defined]
+        before = {name: len(values) for name, values in self._metrics_so_far().items()}
         self.daf_report = session.backward(batch, loss_fn)
+        for name, values in self._metrics_so_far().items():
+            if added := values[before.get(name, 0) :]:  # one of each part
+                values[before.get(name, 0) :] = [sum(added) / len(added)]
         with torch.no_grad():
             loss.fill_(self.daf_report.loss * share)  # the host returns and logs it
         self._show(self.daf_report)
+
+    def _metrics_so_far(self) -> dict[str, list[Any]]:
+        """Return TRL's lists of metrics, to which each loss adds."""
+        found = getattr(self, "_metrics", {}).get("train", {})
+        return {name: each for name, each in found.items() if isinstance(each, list)}
 
     def _end_session(self) -> None:
         if self.daf_session is not None:
