@@ -54,7 +54,10 @@ def _trained(setting: Setting, after: Path, before: Path | None = None) -> Row:
         found = child.facts()
         child.write_weights(after)
         ended = child.finish()
-        return ended if "raised" in ended else {**found, "peak_bytes": ended["peak_bytes"]}
+        if "raised" in ended:
+            return ended
+        highest = max(found["peak_bytes"], ended["peak_bytes"])  # a session that ended is forgotten
+        return {**found, "peak_bytes": highest}
     finally:
         child.end()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from daf_bench.harness.row_log import Row
 from daf_bench.hosts.contestant import Contestant
-from daf_bench.hosts.figures import MOST_WIDTH, interval_in
+from daf_bench.hosts.figures import MOST_WIDTH, interval_in, share
 from daf_bench.hosts.setting import Setting
 
 WARM_UP_UPDATES = 4
@@ -19,18 +19,22 @@ PLAIN, OURS = "plain", "ours"
 def measure_in_turn(
     setting: Setting, pairs: int, most_pairs: int, report: Callable[[str], None]
 ) -> Row:
-    """Return times of updates in pairs (ms) and both peaks, or ``refused``."""
-    row: Row = {"budget_bytes": setting.budget_bytes}
+    """Return times of updates in pairs (ms) and both peaks, or ``refused``.
+
+    The budget is that of the host's peak in its first updates.
+    """
     with ExitStack() as stack:
-        children: dict[str, Contestant] = {}
-        for label, budget in ((PLAIN, None), (OURS, setting.budget_bytes)):
-            children[label] = Contestant(replace(setting, budget_bytes=budget))
-            stack.callback(children[label].end)
-        for index in range(WARM_UP_UPDATES):
-            report(f"warms up, {index + 1} of {WARM_UP_UPDATES}")
-            done = _one_round(children, index)
-            if "raised" in done[OURS]:
-                return {**row, "refused": done[OURS]["raised"]}
+        children = {PLAIN: Contestant(setting)}
+        stack.callback(children[PLAIN].end)
+        _warm_up(children[PLAIN], "alone", report)
+        known = children[PLAIN].facts()
+        budget_bytes = share(known["floor_bytes"], known["peak_bytes"])
+        row: Row = {"budget_bytes": budget_bytes}
+        children[OURS] = Contestant(replace(setting, budget_bytes=budget_bytes))
+        stack.callback(children[OURS].end)
+        refusal = _warm_up(children[OURS], "within a budget", report)
+        if refusal is not None:
+            return {**row, "refused": refusal}
         row["ms"] = {label: [] for label in children}
         while _wants_more(row, pairs, most_pairs):
             count = len(row["ms"][OURS])
@@ -41,6 +45,16 @@ def measure_in_turn(
             for label in children:
                 row["ms"][label].append(done[label]["ms"])
         return row | _peaks(children)
+
+
+def _warm_up(child: Contestant, what: str, report: Callable[[str], None]) -> str | None:
+    """Run the updates in which libraries load and sessions measure; return a refusal."""
+    for index in range(WARM_UP_UPDATES):
+        report(f"{what}, warms up, {index + 1} of {WARM_UP_UPDATES}")
+        done = child.update()
+        if "raised" in done:
+            return str(done["raised"])
+    return None
 
 
 def _one_round(children: dict[str, Contestant], index: int) -> dict[str, dict[str, Any]]:

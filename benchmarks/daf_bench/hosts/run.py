@@ -70,16 +70,10 @@ def _host(job: HostsJob, host: str, log: RowLog, report: Callable[[str], None]) 
         return
     with tempfile.TemporaryDirectory() as folder:
         setting = _setting(job, host, Path(folder))
-        exact = log.row(
+        log.row(
             f"{host}: exact", lambda: _kept("exact", host, lambda: measure_exact(setting, report))
         )
-        if "budget_bytes" not in exact:  # nothing to be stepped within
-            return
-        timed = replace(
-            setting,
-            budget_bytes=exact["budget_bytes"],
-            updates=WARM_UP_UPDATES + job.most_pairs + 1,
-        )
+        timed = replace(setting, updates=WARM_UP_UPDATES + job.most_pairs + 1)
         log.row(
             f"{host}: in turn",
             lambda: _kept(
