@@ -106,6 +106,7 @@ def _notes(job: HostsJob) -> tuple[str, ...]:
         f"mismatches: parameters apart by more than {MOST_APART:g} of what {job.updates} updates "
         "moved them, at tolerance 0",
         "lines changed: imports and indentation not counted, loss and backward pass on one line; "
-        "TRL's checkpointing, on by default, is off on both sides",
+        "TRL's checkpointing, on by default, is off on both sides, and its buffer of logits is as "
+        "wide as the vocabulary",
         "worst: the near end of the median's 95 % interval of updates stepped in turn",
     )

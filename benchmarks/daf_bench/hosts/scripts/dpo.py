@@ -9,6 +9,7 @@ from itertools import pairwise
 from datasets import Dataset
 from torch import nn
 from trl import DPOConfig, DPOTrainer
+from trl.trainer import utils
 
 from daf.integrations import transformers as daf_transformers
 from daf_bench.hosts.material import make_tokenizer
@@ -34,8 +35,20 @@ def pairs(given: Given) -> Dataset:
 
 def arguments(given: Given) -> DPOConfig:
     """Return the trainer's arguments: half as many pairs as other hosts have windows."""
+    fit_buffer(given.shape.vocabulary)
     halved = replace(given, batch_size=given.batch_size // 2)
     return DPOConfig(max_length=given.shape.length, gradient_checkpointing=False, **options(halved))
+
+
+def fit_buffer(vocabulary: int) -> None:
+    """Let TRL's buffer of logits be as wide as the vocabulary, as it is for larger ones.
+
+    TRL 1.16 allocates 32,768 columns whatever the vocabulary, and writes to those that it needs:
+    bytes that were asked for and never become resident.
+    """
+    name = "_CHUNKED_LOGPROB_CHUNK_SIZE"
+    if hasattr(utils, name):
+        setattr(utils, name, min(vocabulary, getattr(utils, name)))
 
 
 def reference(given: Given) -> nn.Module:

@@ -18,7 +18,7 @@ def texts(given: Given) -> Dataset:
 
 
 def arguments(given: Given) -> SFTConfig:
-    """Return the trainer's arguments; checkpointing is left to the two scripts' defaults: off."""
+    """Return the trainer's arguments, without TRL's checkpointing."""
     return SFTConfig(max_length=given.shape.length, gradient_checkpointing=False, **options(given))
 
 
