@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader
 from daf_bench.hosts.material import Rows, Shape, Texts
 
 ACCUMULATED = 4  # batches to an update
-MOST_NORM = (
-    3.0  # acts on the first updates and not on later ones: a gradient of a wrong scale shows
-)
+# Acts on the first updates and not on later ones, so that a gradient of a wrong scale shows.
+MOST_NORM = 3.0
 LEARNING_RATE = 1e-4
 
 
