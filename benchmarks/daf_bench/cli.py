@@ -21,6 +21,7 @@ from daf_bench.cli_bias import bias_command
 from daf_bench.cli_conformance import conformance_command
 from daf_bench.cli_doors import doors_command
 from daf_bench.cli_faults import faults_command
+from daf_bench.cli_hosts import hosts_command
 from daf_bench.cli_output import (
     ImagesOption,
     JsonOption,
@@ -69,6 +70,7 @@ app.command("peers")(peers_command)
 app.command("conformance")(conformance_command)
 app.command("faults")(faults_command)
 app.command("doors")(doors_command)
+app.command("hosts")(hosts_command)
 app.command("values")(values_command)
 app.command("bias")(bias_command)
 

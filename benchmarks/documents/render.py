@@ -24,6 +24,7 @@ from daf_bench.pool.plot import draw_times
 from daf_bench.sweep.plot import draw_sweep
 from door_tables import doors_figures
 from gpu_tables import gpu_figures, gpu_kernel_figures, gpu_reduce_figures
+from host_tables import hosts_figures
 from operator_tables import operator_speed_figures, operators_figures
 from papers import packing_figures, policy_lines, reduce_figures, varying_figures
 from side_by_side import peers_figures
@@ -306,6 +307,7 @@ TABLES = (
     (ROOT / "docs" / "limits.md", "outside", outside_figures),
     (ROOT / "docs" / "limits.md", "bias", bias_figures),
     (ROOT / "docs" / "quickstart.md", "doors", doors_figures),
+    (ROOT / "docs" / "hosts.md", "hosts", hosts_figures),
     (ROOT / "docs" / "sweep.md", "sweep", sweep_figures),
     (ROOT / "docs" / "sweep.md", "policies", policies_figures),
     (ROOT / "docs" / "sweep.md", "survival", survival_figures),

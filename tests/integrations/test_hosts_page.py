@@ -158,3 +158,29 @@ def test_pairs(tmp_path: Path) -> None:
     assert names["trainer"]._daf_options["split"].take({"input_ids": rows}, 1, 3)[
         "input_ids"
     ].tolist() == [1, 2, 5, 6]
+
+
+def test_lightning(budget: Callable[[int], int]) -> None:
+    lightning = pytest.importorskip("lightning", reason="the extra `hosts` has it")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    def quiet(**options: Any) -> Any:
+        none = {"enable_progress_bar": False, "enable_model_summary": False}
+        return lightning.Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, **none, **options
+        )
+
+    names = {"Trainer": quiet, "module": Module(), "loader": loader()}
+    run("import DafStrategy", names, bound := budget(60_000_000))
+    assert names["trainer"].global_step == 20
+    assert names["trainer"].strategy.session.peak_bytes <= bound

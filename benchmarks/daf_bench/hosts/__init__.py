@@ -1,0 +1,1 @@
+"""``daf bench hosts``: training loops of other libraries, alone and within a budget."""
