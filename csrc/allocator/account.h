@@ -4,8 +4,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
-#include <string>
 
 namespace daf {
 
@@ -53,17 +51,6 @@ class Counter {
   std::atomic<uint64_t> value_{0};
 };
 
-struct Phase {
-  char name[32] = "";
-  std::atomic<uint64_t> live_peak{0};
-  std::atomic<uint64_t> held_peak{0};
-  Counter allocations;
-  Counter fresh_bytes;
-  Counter returned_bytes;
-};
-
-constexpr int phase_limit = 16;
-
 struct Account {
   // Bytes requested and not yet freed: all tensors and scratch of the redirected libraries.
   Gauge live;
@@ -92,10 +79,6 @@ struct Account {
   Counter overdrafts;
   Counter overdraft_bytes;
 
-  Phase phases[phase_limit];
-  std::atomic<int> phase_count{1};
-  std::atomic<int> phase{0};
-
   // Enters held bytes and returns 0, or returns by how many they would pass the limit.
   uint64_t hold(uint64_t bytes) {
     for (;;) {
@@ -111,14 +94,7 @@ struct Account {
     overdraft_bytes.add(bytes);
   }
 
-  Phase& current_phase() { return phases[phase.load(std::memory_order_relaxed)]; }
-
-  void note_peaks() {
-    raise_to(watermark, in_use());
-    Phase& now = current_phase();
-    raise_to(now.live_peak, live.current());
-    raise_to(now.held_peak, held.current());
-  }
+  void note_watermark() { raise_to(watermark, in_use()); }
   // Held and not recycled.
   uint64_t in_use() const {
     const uint64_t idle = recycled.current(), all = held.current();
@@ -126,11 +102,7 @@ struct Account {
   }
   void reset_peaks() {
     for (Gauge* gauge : {&live, &held, &recycled, &small, &external}) gauge->reset_peak();
-    for (int index = 0; index < phase_count.load(); ++index) {
-      phases[index].live_peak.store(0);
-      phases[index].held_peak.store(0);
-    }
-    note_peaks();
+    note_watermark();
   }
 };
 

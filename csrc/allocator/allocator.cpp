@@ -10,7 +10,6 @@
 #include <bit>
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
 
 #include "allocator/state.h"
 
@@ -65,7 +64,7 @@ void enter_small(uint64_t bytes) {
   account.live.add(bytes);
   account.small.add(small_held_bytes(bytes));
   account.small_allocations.add();
-  account.note_peaks();
+  account.note_watermark();
 }
 
 void leave_small(uint64_t bytes) {
@@ -220,7 +219,7 @@ void set_reclaim(Reclaim reclaim) { state().reclaim = reclaim; }
 bool charge_external(uint64_t bytes) {
   if (!charge(bytes, false)) return false;
   state().account.external.add(bytes);
-  state().account.note_peaks();
+  state().account.note_watermark();
   return true;
 }
 
@@ -240,22 +239,6 @@ uint64_t trim(uint64_t bytes) { return state().heap.shed(bytes); }
 void drop_unwinding_tables() { dl_iterate_phdr(daf::drop_unwinding_tables, nullptr); }
 
 Account& account() { return state().account; }
-
-bool set_phase(const std::string& name) {
-  const std::lock_guard<std::mutex> guard(state().settings_mutex);
-  Account& account = state().account;
-  const int count = account.phase_count.load();
-  int index = 0;
-  while (index < count && name != account.phases[index].name) ++index;
-  if (index == phase_limit || name.size() >= sizeof(Phase::name)) return false;
-  if (index == count) {
-    std::memcpy(account.phases[index].name, name.c_str(), name.size() + 1);
-    account.phase_count.store(count + 1);
-  }
-  account.phase.store(index);
-  account.note_peaks();
-  return true;
-}
 
 uint32_t intern_label(const std::string& text) {
   State& now = state();

@@ -57,8 +57,6 @@ uint64_t trim(uint64_t bytes);
 void drop_unwinding_tables();
 
 Account& account();
-// Names the phase of later statistics, "" none; false beyond 15 phases or 31 characters.
-bool set_phase(const std::string& name);
 // Numbers for texts, and back; 0 is "". The label of this thread's next allocations.
 uint32_t intern_label(const std::string& text);
 std::string label_text(uint32_t label);

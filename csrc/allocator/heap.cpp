@@ -133,14 +133,9 @@ Served BlockHeap::fill(uint32_t slot, uint64_t held_bytes, bool must) {
   }
   if (gathered_bytes) account_.assembled.add();
   account_.moved_bytes.add(gathered_bytes);
-  count_fresh(held_bytes - gathered_bytes);
+  account_.fresh_bytes.add(held_bytes - gathered_bytes);
   blocks_[slot].held_bytes = held_bytes;
   return Served::yes;
-}
-
-void BlockHeap::count_fresh(uint64_t bytes) {
-  account_.fresh_bytes.add(bytes);
-  account_.current_phase().fresh_bytes.add(bytes);
 }
 
 // True if `held_bytes` more would pass the limit, or without one: then no recycled page lies idle.
@@ -178,7 +173,7 @@ Served BlockHeap::resize(uint32_t slot, uint64_t held_bytes, bool must) {
     return_slots(slot, 1, before_bytes);
     return Served::over_limit;
   } else {
-    count_fresh(held_bytes - before_bytes);
+    account_.fresh_bytes.add(held_bytes - before_bytes);
   }
   account_.resized.add();
   blocks_[slot].held_bytes = held_bytes;
@@ -263,8 +258,7 @@ void BlockHeap::make_live(uint32_t slot, uint64_t bytes, uint32_t label) {
   ++live_count_;
   account_.live.add(bytes);
   account_.allocations.add();
-  account_.current_phase().allocations.add();
-  account_.note_peaks();
+  account_.note_watermark();
 }
 
 BlockHeap::Block& BlockHeap::live_block(const void* pointer) {
@@ -399,7 +393,6 @@ void BlockHeap::return_slots(uint32_t slot, uint32_t count, uint64_t held_bytes)
 void BlockHeap::count_returned(uint64_t bytes) {
   account_.held.subtract(bytes);
   account_.returned_bytes.add(bytes);
-  account_.current_phase().returned_bytes.add(bytes);
 }
 
 std::vector<LiveBlock> BlockHeap::live_blocks() {

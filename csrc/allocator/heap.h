@@ -108,7 +108,6 @@ class BlockHeap {
   uint64_t gather_tail(uint32_t to, uint64_t wanted_bytes);
   bool take_slots(uint32_t count, uint32_t* slot);
   void count_returned(uint64_t bytes);
-  void count_fresh(uint64_t bytes);
   uint32_t gather_pages(uint32_t slot, uint32_t wanted);
   uint32_t move_from_oldest(uint32_t to, uint32_t wanted);
   bool charge(uint64_t bytes, bool must);

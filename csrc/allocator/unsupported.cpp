@@ -29,7 +29,6 @@ Account& account() {
   static auto* const only = new Account;
   return *only;
 }
-bool set_phase(const std::string&) { return true; }
 uint32_t intern_label(const std::string&) { return 0; }
 std::string label_text(uint32_t) { return ""; }
 void set_label(uint32_t) {}

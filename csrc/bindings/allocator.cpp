@@ -76,22 +76,6 @@ nb::dict statistics() {
   return found;
 }
 
-nb::dict phases() {
-  Account& account = allocator::account();
-  nb::dict found;
-  for (int index = 1; index < account.phase_count.load(); ++index) {
-    const Phase& phase = account.phases[index];
-    nb::dict fields;
-    fields["live_bytes.peak"] = phase.live_peak.load();
-    fields["held_bytes.peak"] = phase.held_peak.load();
-    fields["allocations"] = phase.allocations.value();
-    fields["fresh_bytes"] = phase.fresh_bytes.value();
-    fields["returned_bytes"] = phase.returned_bytes.value();
-    found[phase.name] = fields;
-  }
-  return found;
-}
-
 nb::list live_blocks() {
   nb::list found;
   for (const LiveBlock& block : allocator::live_blocks()) {
@@ -144,8 +128,6 @@ void bind_allocator(nb::module_& parent) {
   module.def("statistics", &statistics);
   module.def("refusals", [] { return allocator::account().refusals.value(); });
   module.def("overdraft_bytes", [] { return allocator::account().overdraft_bytes.value(); });
-  module.def("phases", &phases);
-  module.def("set_phase", &allocator::set_phase);
   // The most bytes in use since the last call, and those in use now.
   module.def("take_watermark", [] {
     Account& account = allocator::account();

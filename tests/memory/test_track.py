@@ -11,7 +11,7 @@ from daf.core.errors import UnitError
 from daf.memory.allocation_log import track
 from daf.memory.history import History
 from daf.memory.recycling_allocator import unsupported_reason
-from daf.memory.statistics import phase, reset_peaks, snapshot, stats
+from daf.memory.statistics import snapshot, stats
 
 MIB = 2**20
 
@@ -46,25 +46,6 @@ def test_track_can_bound_and_an_error_inside_leaves_nothing_installed() -> None:
         torch.empty(4 * MIB)
     assert not native.is_installed()
     with pytest.raises(UnitError), track(limit="8 quarts"):
-        pass
-
-
-def test_phases_have_their_own_peaks_and_counts() -> None:
-    gc.collect()
-    with track():
-        with phase("test forward"):
-            kept = torch.zeros(2 * MIB)
-        with phase("test backward"):
-            torch.zeros(MIB)
-        found = stats()
-    allocations = [found[f"phase.test {name}.allocations"] for name in ("forward", "backward")]
-    assert allocations == [1, 1]
-    peaks = [found[f"phase.test {name}.live_bytes.peak"] for name in ("forward", "backward")]
-    assert peaks[1] == peaks[0] + 4 * MIB
-    del kept
-    reset_peaks()
-    assert stats()["phase.test forward.live_bytes.peak"] == 0
-    with pytest.raises(ValueError, match="characters"), phase("x" * 32):
         pass
 
 

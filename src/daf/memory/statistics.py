@@ -7,8 +7,7 @@ Before an allocator is entered all counts are 0, except those of the pool of cod
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,16 +36,11 @@ def stats() -> dict[str, int]:
     ``refusals`` (failed allocations), ``overdrafts`` and ``overdraft_bytes`` (served beyond the
     limit: kernels' scratch, whose refusal would be a crash, and small objects).
 
-    ``live_blocks.large`` and ``.small``; ``cap_bytes`` and ``limit_bytes`` if set; per ``phase``
-    ``phase.NAME.live_bytes.peak``, ``.held_bytes.peak``, ``.allocations``, ``.fresh_bytes``,
-    ``.returned_bytes``.
+    ``live_blocks.large`` and ``.small``; ``cap_bytes`` and ``limit_bytes`` if set.
     """
     found: dict[str, int] = dict(native.statistics())
     settings = zip(("cap_bytes", "limit_bytes"), native.settings(), strict=True)
-    found |= {name: value for name, value in settings if value is not None}
-    for name, fields in native.phases().items():
-        found |= {f"phase.{name}.{field}": value for field, value in fields.items()}
-    return found
+    return found | {name: value for name, value in settings if value is not None}
 
 
 class PeakWatch:
@@ -79,7 +73,7 @@ class PeakWatch:
 
 
 def reset_peaks() -> None:
-    """Restart every ``.peak``, the phases' too, from what is held now."""
+    """Restart every ``.peak`` from what is held now."""
     for watch in [*PeakWatch._entered]:
         watch._note()
     native.reset_peaks()
@@ -138,20 +132,6 @@ def _take_peak_bytes() -> int:
     peak = int(native.statistics()["live_bytes.peak"])
     reset_peaks()
     return peak
-
-
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Count what happens inside under ``phase.NAME`` too; phases do not nest.
-
-    Raises ValueError for an empty name, one of more than 31 characters, and a 16th name.
-    """
-    if not name or not native.set_phase(name):
-        raise ValueError(f"phase {name!r}: give 1 to 31 characters, and at most 15 different names")
-    try:
-        yield
-    finally:
-        native.set_phase("")
 
 
 @dataclass(frozen=True, slots=True)
