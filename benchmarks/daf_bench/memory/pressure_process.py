@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -168,7 +169,7 @@ class Work:
         start_s = self._clock_s + self._timeline.start_s
         samples = [(start_s + at, size) for at, size in self._timeline.samples]
         budgets = [
-            change.as_dict() | {"at_s": self._clock_s + change.time_s}
+            asdict(change) | {"at_s": self._clock_s + change.time_s}
             for change in self._session.budget_history
         ]
         return {"samples": samples, "budgets": budgets}

@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from daf.budget.governor import Governor, Reading
 from daf.budget.pressure import open_triggers
@@ -39,10 +38,6 @@ class BudgetChange:
     budget_bytes: int | None
     reason: str
     evicted_bytes: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -257,7 +257,7 @@ class _Run:
         moved = math.isfinite(self._reported_s)
         self._reported_s = history[-1].time_s
         changes = [
-            each.as_dict() | {"time_s": self.memory.note_budget(each.time_s, each.budget_bytes)}
+            asdict(each) | {"time_s": self.memory.note_budget(each.time_s, each.budget_bytes)}
             for each in new
         ]
         return tuple(changes if moved else changes[1:])
