@@ -151,10 +151,6 @@ class SavedTensorHooks:
         for saved in self._unsettled:
             saved.drop()
 
-    def note_read(self, tensor: Tensor, reader: object) -> None:
-        """Note that backward may read a constant for as long as ``reader`` lives."""
-        self._state.parameter_reads.note(tensor, reader)
-
     # --- settling ---------------------------------------------------------------------------
 
     def _settle(self, pending: list[SavedTensor], operator: str, call: Call) -> None:

@@ -58,9 +58,6 @@ class Hooks(Protocol):
     def is_constant(self, tensor: Tensor) -> bool:
         """True if plain PyTorch would hold no memory for this tensor."""
 
-    def note_read(self, tensor: Tensor, reader: object) -> None:
-        """Note that backward may read a constant for as long as ``reader`` lives."""
-
 
 class FusedCall(NamedTuple, Generic[Held]):
     """One call of a fused operator: its result, its one save, and what stands for that."""
@@ -122,7 +119,7 @@ class OperatorContext:
                 result: Tensor = function.apply(run, *inputs)  # type: ignore[no-untyped-call]
         (held,), (saved,) = made, pending
         if holder.is_external:
-            self.hooks.note_read(x, held)
+            self.state.parameter_reads.note(x, held)
         return FusedCall(x, result, held, saved, holder, plain)
 
     def settle(self, call: FusedCall[Any], plain: tuple[Plain, ...] = (), **more: Any) -> Tensor:
