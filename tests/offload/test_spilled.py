@@ -192,7 +192,7 @@ def test_a_corrupted_file_names_the_site(options: SpillOptions) -> None:
     capture = compress(model, policy=SPILL, spill=options)
     with capture:
         loss = model(batch()).sum()
-    _corrupt(capture._capture._spill)
+    _corrupt(capture._capture.spill)
     with pytest.raises(SpillError, match=r"saved at 1:tanh#0\[0\], 1\.05 MB at offset 0 .*checks"):
         loss.backward()
 
@@ -243,7 +243,7 @@ def test_a_directory_in_memory_is_refused_in_the_forward_pass() -> None:
 def test_a_session_hands_on_where_to_spill(options: SpillOptions) -> None:
     model, twin, inputs = layers(2), layers(2), batch(128)
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), None, spill=options)
-    assert session._capture._spill._options is options
+    assert session._capture.spill._options is options
     session._plan_controller.fixed_policy = SPILL
 
     def loss_fn(model: nn.Module, inputs: Tensor) -> Tensor:

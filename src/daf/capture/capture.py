@@ -96,7 +96,7 @@ class Capture:
         self._can_run_again = can_run_again
         self._store = store = make_store() if store is None else store
         self.devices = devices = DeviceStores(self.pool_bytes)
-        self._spill = spill = spill if isinstance(spill, SpillStore) else SpillStore(spill)
+        self.spill = spill = spill if isinstance(spill, SpillStore) else SpillStore(spill)
         self.host = host = HostCodes(host) if isinstance(host, HostOptions) else host
         ledger = Ledger(
             lambda: store.live_bytes + devices.live_bytes,
@@ -153,7 +153,7 @@ class Capture:
         if self.host is not None:
             self.host.begin_pass()
         if micro_index == 0:
-            self._spill.reset_peak()
+            self.spill.reset_peak()
             if self.host is not None:
                 self.host.reset_peak()
             self._state.ledger.reset_peaks()
@@ -215,16 +215,9 @@ class Capture:
     def release_scratch(self) -> None:
         """Free memory that tensors were decoded in, or read into; from any thread."""
         self._state.scratch.release()
-        self._spill.drop_read_ahead()
+        self.spill.drop_read_ahead()
         if self.host is not None:
             self.host.drop_staged()
-
-    def bound_spilling(self, spare_bytes: int | None) -> None:
-        """Bound what waits to be written to disk, and what is read ahead, to half of this each.
-
-        None: the options for spilling alone bound them.
-        """
-        self._spill.bound(spare_bytes)
 
     def wait_until_packed(self) -> None:
         """Wait until the processor has packed everything of a device."""
@@ -259,7 +252,7 @@ class Capture:
         """Bytes that plain PyTorch would hold and that are held, now and at peak over the step."""
         ledger, evictions = self._state.ledger, self._state.evictions
         evicted_bytes = evictions.collect()
-        self._spill.reap()
+        self.spill.reap()
         host = self.host
         return CaptureStats(
             plain_bytes=ledger.plain_bytes,
@@ -269,8 +262,8 @@ class Capture:
             sites=sum(1 for _ in self._state.tracker.used()),
             evicted_planes=evictions.planes,
             evicted_bytes=evicted_bytes,
-            spilled_bytes=self._spill.stored_bytes + (host.stored_bytes if host else 0),
-            spilled_peak_bytes=self._spill.stored_peak_bytes
+            spilled_bytes=self.spill.stored_bytes + (host.stored_bytes if host else 0),
+            spilled_peak_bytes=self.spill.stored_peak_bytes
             + (host.stored_peak_bytes if host else 0),
         )
 

@@ -96,7 +96,7 @@ class StepRetries:
         chances = MOST_CHANCES
         while True:
             refusals = self.keeper.refusals()
-            self.capture.bound_spilling(self.plan_controller.budget_controller.bound(plan))
+            self.capture.spill.bound(self.plan_controller.budget_controller.bound(plan))
             try:
                 found = self._attempt(context, plan, snapshot, planned=is_planned)
             except (KeyboardInterrupt, SystemExit):
@@ -104,7 +104,7 @@ class StepRetries:
                     self._clear_away(snapshot)
                 raise
             finally:
-                self.capture.bound_spilling(None)
+                self.capture.spill.bound(None)
             if isinstance(found, float):
                 return found, plan
             self._clear_away(snapshot)
