@@ -41,7 +41,6 @@ class DeviceKeeper(Keeper):
     """Keeps what PyTorch reserves on a device within a budget and the share that the user set."""
 
     recycles = True
-    can_refuse = True
 
     def __init__(self, memory: DeviceMemory, give_back: GiveBack = lambda _: 0) -> None:
         super().__init__(give_back)

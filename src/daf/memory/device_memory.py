@@ -80,9 +80,6 @@ class DeviceMemory(MemoryDomain):
     def held_bytes(self) -> int:
         return int(self._backend.memory_reserved(self.device))
 
-    def account_bytes(self) -> int:
-        return self.held_bytes()
-
     def peak_bytes(self) -> int:
         return max(self._highest_bytes, int(self._backend.max_memory_reserved(self.device)))
 

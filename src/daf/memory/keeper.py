@@ -24,6 +24,7 @@ class MemoryDomain(Protocol):
 
     def account_bytes(self) -> int:
         """Return the part that a bounded allocator holds; the rest grows by itself."""
+        return self.held_bytes()
 
     def peak_bytes(self) -> int:
         """Return the most bytes held since ``reset_peak``."""
@@ -46,6 +47,7 @@ class Keeper(ABC):
     """Bounds memory while a budget is in force; ``close`` undoes that."""
 
     memory_name: str  # which memory it bounds, for messages and to tell whose budgets add up
+    can_refuse = True  # an allocation beyond the bound is an error
 
     def __init__(self, give_back: GiveBack) -> None:
         self.spare_more_bytes = 0  # beside the usual, while something runs for the first time
@@ -61,11 +63,6 @@ class Keeper(ABC):
     @abstractmethod
     def recycles(self) -> bool:
         """True if freed blocks are kept for reuse under the bound."""
-
-    @property
-    @abstractmethod
-    def can_refuse(self) -> bool:
-        """True if an allocation beyond the bound is an error."""
 
     @property
     @abstractmethod

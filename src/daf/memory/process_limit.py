@@ -28,6 +28,7 @@ class MemoryKeeper(Keeper):
     def __init__(self, give_back: GiveBack = lambda _: 0) -> None:
         super().__init__(give_back)
         self.memory_name = "the process"
+        self.can_refuse = unsupported_reason() is None
         self._claim = Claim(
             redirects=self.can_refuse,
             returns_freed_blocks=True,
@@ -65,10 +66,6 @@ class MemoryKeeper(Keeper):
     @property
     def recycles(self) -> bool:
         return self._claim.redirects and self._claim in owners
-
-    @property
-    def can_refuse(self) -> bool:
-        return unsupported_reason() is None
 
     @property
     def can_reserve(self) -> bool:
