@@ -20,6 +20,7 @@ from torch import nn
 
 from daf.capture.capture import Capture
 from daf.core.errors import BudgetError, DafError
+from daf.core.notebook import Say
 from daf.core.policy import Policy, plain_policy
 from daf.core.profile import ZERO, Affine, DeviceSpeeds, Profile
 from daf.memory.device_memory import DeviceMemory
@@ -98,7 +99,7 @@ class Profiler:
         context: StepContext,
         budget_bytes: int,
         own: Profile | None = None,
-        on_progress: Callable[[str], None] = lambda _: None,
+        on_progress: Say = lambda _: None,
         *,
         is_bounded: bool = False,
         is_fused: bool = False,
@@ -115,7 +116,7 @@ class Profiler:
         self._bound_bytes = budget_bytes - MARGIN_BYTES if is_bounded else math.inf
         gc.collect()  # what others left would be freed meanwhile, and seem not to be needed
         try:
-            return self._measured(context, budget_bytes, own, on_progress, is_fused=is_fused)
+            return self._measured(context, budget_bytes, own, on_progress, is_fused)
         except (DafError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's own code may raise anything for a part
@@ -124,16 +125,10 @@ class Profiler:
             self._recover()
             reason = f"a part of it fails: {type(error).__name__}: {error}"[:300]
             context.choose(SplitChoice(WHOLE, refusal=reason))
-        return self._measured(context, budget_bytes, own, on_progress, is_fused=is_fused)
+        return self._measured(context, budget_bytes, own, on_progress, is_fused)
 
     def _measured(
-        self,
-        context: StepContext,
-        budget_bytes: int,
-        own: Profile | None,
-        on_progress: Callable[[str], None],
-        *,
-        is_fused: bool,
+        self, context: StepContext, budget_bytes: int, own: Profile | None, say: Say, is_fused: bool
     ) -> Profile:
         device = device_of(self.model)
         self._operators = StepOperators()
@@ -142,7 +137,7 @@ class Profiler:
                 self._operators = StepOperators(context.info.examples, chunk_bytes_on(device))
                 nothing_fits = partial(self._dry_run, context, lambda _: math.inf, budget_bytes)
                 self._bounded(nothing_fits)  # so it takes the fewest examples
-            on_progress("the smallest step, and whether parts add up to the batch")
+            say("the smallest step, and whether parts add up to the batch")
             smallest = None if own else self._choose_cut(context, budget_bytes)
             self._choice, examples = context.choice, context.info.examples
             least = self._choice.cut.least
@@ -150,17 +145,17 @@ class Profiler:
                 self._operators = StepOperators(examples, chunk_bytes_on(device))
             expected = self._expectation(context, own, smallest)
             if own is not None:
-                on_progress("fusions")
+                say("fusions")
                 self._dry_run(context, expected, budget_bytes)
             sizes = sizes_within(probe_sizes(examples), expected, budget_bytes, least)
             if smallest is None:
                 # Once unmeasured: code pages, thread pools and kernels' own buffers stay loaded.
-                on_progress("a first small step")
+                say("a first small step")
                 self._observe_bounded(context, sizes[0])
-            observations = self._observations(context, sizes, budget_bytes, on_progress)
-            on_progress("times")
+            observations = self._observations(context, sizes, budget_bytes, say)
+            say("times")
             times = self._times(context, observations, budget_bytes)
-            on_progress("replays")
+            say("replays")
             refusals = own.replay_refusals if own else None
             if refusals is None:
                 refusals = self._replay_refusals(context, observations[0], times, budget_bytes)
@@ -215,11 +210,7 @@ class Profiler:
         return True
 
     def _observations(
-        self,
-        context: StepContext,
-        sizes: Sequence[int],
-        budget_bytes: int,
-        on_progress: Callable[[str], None],
+        self, context: StepContext, sizes: Sequence[int], budget_bytes: int, say: Say
     ) -> list[Observation]:
         """Observe the sizes that fit, the first in any case; if no other does, a smaller one.
 
@@ -229,7 +220,7 @@ class Profiler:
         for size in sizes:
             if found and self._expected(found[-1], size) > budget_bytes:
                 break
-            on_progress(f"bytes at {size}")
+            say(f"bytes at {size}")
             observe = partial(self._observe, context, size)
             fits = found and self._expected(found[0], found[0].examples) <= budget_bytes
             bound_bytes = budget_bytes if fits else self._bound_bytes
@@ -239,7 +230,7 @@ class Profiler:
             found.append(observed)
         smaller = max(self._choice.cut.least, sizes[0] // 2)
         if len(found) == 1 and smaller < sizes[0]:
-            on_progress(f"bytes at {smaller}")
+            say(f"bytes at {smaller}")
             found.insert(0, self._observe(context, smaller))
         return self._growth.alike(found[0]) if len(found) == 1 else found
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from daf.core.errors import BudgetError, OtherPathError
 from daf.core.json_dataclasses import Resumable
-from daf.core.notebook import progress_shown
+from daf.core.notebook import Say, progress_shown
 from daf.core.plan import Plan
 from daf.core.policy import Policy
 from daf.core.profile import Profile, Profiles
@@ -82,9 +82,7 @@ class PlanController(Resumable):
         """True if plans are made from a profile, so that tighter ones may exist."""
         return self.selector.profiles is not None
 
-    def prepare(
-        self, context: StepContext, on_progress: Callable[[str], None] | None = None
-    ) -> Plan:
+    def prepare(self, context: StepContext, on_progress: Say | None = None) -> Plan:
         """Profile on this batch and plan, unless that was done; raises as ``Session.prepare``."""
         if self.selector.plan is not None:
             return self.selector.plan
@@ -121,7 +119,7 @@ class PlanController(Resumable):
         return self.selector.begin(self.noise.weighed(profiles), budget_bytes, weigh)
 
     def _measured(
-        self, context: StepContext, on_progress: Callable[[str], None] | None, budget_bytes: int
+        self, context: StepContext, on_progress: Say | None, budget_bytes: int
     ) -> Profiles:
         with self.keeper.unbounded(), progress_shown(on_progress) as say:
             profiles = self.step_profiles.measure(

@@ -9,11 +9,14 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from torch import nn
 
 from daf.budget.limits import room_bytes
 from daf.core.errors import BudgetError, DafError
+from daf.core.notebook import Say
 from daf.core.profile import Profile, Profiles
 from daf.core.units import format_bytes
 from daf.kernels.devices import can_code_on
@@ -65,12 +68,7 @@ class StepProfiles:
             )
 
     def measure(
-        self,
-        context: StepContext,
-        budget_bytes: int,
-        on_progress: Callable[[str], None],
-        *,
-        can_fuse: bool,
+        self, context: StepContext, budget_bytes: int, on_progress: Say, *, can_fuse: bool
     ) -> Profiles:
         """Return profiles of PyTorch's own operators, and of fused ones where they gain something.
 
@@ -80,46 +78,21 @@ class StepProfiles:
         self.fusion_refusal = ""
         # Fused operators read codes, which need kernels where the model is.
         can_fuse = can_fuse and self.may_fuse and can_code_on(device_of(self.model))
-        own = self._own(context, budget_bytes, on_progress, can_fuse=can_fuse)
+        profiled = partial(self.profile, context, budget_bytes, on_progress=on_progress)
+        own = _own(profiled, (False, True) if can_fuse and budget_bytes else ())
         if own.is_fused or not can_fuse or planner.kept_peak_bytes(own) <= budget_bytes:
             return Profiles(own)
         try:
-            found = self.profile(context, budget_bytes, on_progress, own)
+            found = profiled(own)
         except (DafError, RuntimeError) as error:
             self.fusion_refusal = f"a small step failed with fused operators: {error}"
             return Profiles(own)
         return Profiles(own, found if found.gains_by_fusing else None)
 
-    def _own(
-        self,
-        context: StepContext,
-        budget_bytes: int,
-        on_progress: Callable[[str], None],
-        *,
-        can_fuse: bool,
-    ) -> Profile:
-        """Return the profile of PyTorch's own operators, or of fused ones where only these fit.
-
-        Where neither do, the budget is hopeless: the least that would do is found out beyond it.
-        """
-        for is_fused in (False, True) if can_fuse and budget_bytes else ():
-            with suppress(BudgetError):
-                return self.profile(
-                    context, budget_bytes, on_progress, is_bounded=True, is_fused=is_fused
-                )
-        return self.profile(context, budget_bytes, on_progress)
-
-    def profile(
-        self,
-        context: StepContext,
-        budget_bytes: int,
-        on_progress: Callable[[str], None] = lambda _: None,
-        own: Profile | None = None,
-        **bounds: bool,
-    ) -> Profile:
+    def profile(self, *arguments: Any, **options: Any) -> Profile:
         """Return one profile; the arguments are those of ``Profiler.profile``."""
         profiler = self.make_profiler()
-        found = profiler.profile(context, budget_bytes, own, on_progress, **bounds)
+        found = profiler.profile(*arguments, **options)
         self.proof_ms += profiler.proof_ms
         return found
 
@@ -159,6 +132,17 @@ class ProfileGrowth:
         own, fused = larger(profiles.own, before.own if before else None), profiles.fused
         fused_before = before.fused if before else None
         return Profiles(own, None if fused is None else larger(fused, fused_before))
+
+
+def _own(profiled: Callable[..., Profile], ways: tuple[bool, ...]) -> Profile:
+    """Return the profile of PyTorch's own operators, or of fused ones where only these fit.
+
+    Where neither do, the budget is hopeless: the least that would do is found out beyond it.
+    """
+    for is_fused in ways:
+        with suppress(BudgetError):
+            return profiled(is_bounded=True, is_fused=is_fused)
+    return profiled()
 
 
 def _bytes_each(info: BatchInfo) -> float:
