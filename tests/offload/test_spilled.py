@@ -262,4 +262,4 @@ def test_a_session_hands_on_where_to_spill(options: SpillOptions) -> None:
 
 def test_two_captures_have_files_of_their_own(options: SpillOptions) -> None:
     first, second = Capture(nn.Identity(), spill=options), Capture(nn.Identity(), spill=options)
-    assert first._spill is not second._spill
+    assert first.spill is not second.spill
