@@ -268,10 +268,12 @@ class HostStore(RecordStore[Record]):
         return True
 
     def _place(self, record: Record) -> None:
-        words = record.nbytes // WORD_BYTES
-        with self.home.at_home():
-            record.on_device = torch.empty(words, dtype=torch.int32, device=self.device)
+        record.on_device = self._empty(record.nbytes // WORD_BYTES)
         self._device_bytes += record.nbytes
+
+    def _empty(self, words: int) -> Tensor:
+        with self.home.at_home():
+            return torch.empty(words, dtype=torch.int32, device=self.device)
 
     def _let_go_of_one(self) -> bool:
         """Free one record already read, or else the one needed last; False if none may go."""
