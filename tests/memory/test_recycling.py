@@ -566,6 +566,8 @@ def test_what_an_exception_reads_to_unwind_goes_back_to_its_files() -> None:
                 pass
 
         torch.ones(4, requires_grad=True).tanh().sum().backward()
+        refuse()  # reads the code of exceptions too, which stays
+        native.drop_unwinding_tables()
         before = file_bytes()
         refuse()
         read = file_bytes() - before
@@ -578,5 +580,5 @@ def test_what_an_exception_reads_to_unwind_goes_back_to_its_files() -> None:
     assert found.returncode == 0, found.stderr
     read, left, again = map(int, found.stdout.split())
     assert read > MIB
-    assert left < read / 4
+    assert left < read / 20
     assert left < again <= read + MIB
