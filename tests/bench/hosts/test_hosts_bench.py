@@ -60,7 +60,13 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
     return found
 
 
-@pytest.mark.parametrize("host", HOSTS)
+# TRL's trainers, whose own tests train within a budget too, take long to begin.
+EACH = [
+    pytest.param(each, marks=[pytest.mark.thorough] * (each in ("sft", "dpo"))) for each in HOSTS
+]
+
+
+@pytest.mark.parametrize("host", EACH)
 def test_a_host_trains_the_same_within_a_budget(
     host: str, tmp_path: Path, closed: list[Session]
 ) -> None:
