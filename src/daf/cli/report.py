@@ -24,7 +24,10 @@ Folders = Annotated[list[Path], typer.Argument(help="Run folders that `daf train
 
 def report_command(
     runs: Folders,
-    html: Annotated[Path | None, typer.Option(help="The page; else report.html in RUNS.")] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="The page; by default report.html in the first run's folder."),
+    ] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the same into this PNG file too.")] = None,
     text: Annotated[bool, typer.Option("--text", help="Print it, and write no page.")] = False,
     as_json: options.Json = False,

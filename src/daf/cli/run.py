@@ -21,6 +21,7 @@ from daf.memory.allocation_log import track
 from daf.session.forward.compress import ScriptModels
 
 Text: TypeAlias = str | None
+_BUDGET = "Train every model in it with the process below this, such as 2GB."
 _TOLERANCE = "With --budget: the most noise that codes may add; 0: exact only."
 _HISTORY = "Record who asks for memory, in this file for pytorch.org/memory_viz."
 
@@ -28,9 +29,11 @@ _HISTORY = "Record who asks for memory, in this file for pytorch.org/memory_viz.
 def run_command(
     script: Annotated[Path, Argument(help="The Python program.")],
     arguments: Annotated[list[str] | None, Argument(help="Its own arguments.")] = None,
-    budget: Annotated[Text, Option(help="Train its models with the process below this.")] = None,
+    budget: Annotated[Text, Option(help=_BUDGET)] = None,
     tolerance: Annotated[float | None, Option(help=_TOLERANCE)] = None,
-    report: Annotated[Path | None, Option(help="With --budget: write what models held.")] = None,
+    report: Annotated[
+        Path | None, Option(help="With --budget: write what models held, as JSON.")
+    ] = None,
     limit: Annotated[Text, Option(help="The most that tensors may hold, such as 2GB.")] = None,
     cap: Annotated[Text, Option(help="The most that freed blocks may hold for reuse.")] = None,
     history: Annotated[Path | None, Option(help=_HISTORY)] = None,

@@ -22,8 +22,12 @@ from daf.training.models import MODELS
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
 
-Out = Annotated[Path | None, typer.Option(help="The run's folder: runs/MODEL-DATA-TIME.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
+Out = Annotated[
+    Path | None, typer.Option(help="The run's folder; by default runs/MODEL-DATA-TIME.")
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the run in --out, as it was begun.")
+]
 
 
 @options.takes_settings()

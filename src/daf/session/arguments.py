@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, Literal
 
 from torch import nn
@@ -43,10 +44,16 @@ def refuse_what_sends_nothing(
 ) -> None:
     """Raise OptionError for ``host_bytes`` where nothing would send codes to the host."""
     if not has_budget and bits in (None, "plain"):
-        raise OptionError("asked for host_bytes without budget and bits, so that nothing is coded")
+        raise OptionError(
+            "asked for host_bytes without budget and bits, so that nothing is coded; pass one of "
+            "them, or leave host_bytes out"
+        )
     if has_budget and (bits is not None or policy not in (None, "optimal")):
         asked = f"host_bytes with bits={bits!r} and policy={policy!r}"
-        raise OptionError(f"asked for {asked}; under a budget only the optimal policy sends codes")
+        raise OptionError(
+            f"asked for {asked}; under a budget only the optimal policy sends codes to the host; "
+            "leave the two out, or host_bytes"
+        )
 
 
 def may_fuse(operators: str, *, fused: bool) -> bool:
@@ -73,7 +80,8 @@ def fixed_policy(
 
 def checked_tolerance(tolerance: float | None) -> float | None:
     """Return the tolerance as a float, or None; raises OptionError unless 0 or more."""
-    if tolerance is not None and not (isinstance(tolerance, (int, float)) and tolerance >= 0):
+    is_number = isinstance(tolerance, Real)
+    if tolerance is not None and not (is_number and tolerance >= 0):
         usual = f"0 (exact) or more, such as {planner.DEFAULT_TOLERANCE:.2g}"
         raise OptionError(f"asked for a tolerance of {tolerance!r}; give {usual}")
     return None if tolerance is None else float(tolerance)
@@ -81,7 +89,7 @@ def checked_tolerance(tolerance: float | None) -> float | None:
 
 def checked_norm(max_grad_norm: float | None) -> float | None:
     """Return the most that a gradient's norm may be, or None; OptionError if not above 0."""
-    is_number = isinstance(max_grad_norm, (int, float))
+    is_number = isinstance(max_grad_norm, Real)
     if max_grad_norm is not None and not (is_number and max_grad_norm > 0):
         raise OptionError(f"asked for max_grad_norm={max_grad_norm!r}; it is above 0, or None")
     return max_grad_norm

@@ -122,7 +122,8 @@ def asks_anew(optimizer: torch.optim.Optimizer) -> str:
     """Return the "first" pass (LBFGS) or "second" (SAM) that its step asks for; "" for none."""
     if _needs_closure(type(optimizer).step):
         return "first"
-    return "second" * (hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"))
+    both = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
+    return "second" if both else ""
 
 
 @cache

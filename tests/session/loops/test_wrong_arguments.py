@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -223,3 +224,14 @@ def test_a_frozen_model_and_one_without_parameters_are_told(budget: Any) -> None
         optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
         with daf.Session(model, optimizer, budget) as session, pytest.raises(DafError):
             session.step(batch_of(), lambda m, b: m(b[0]).sum())
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """A tolerance or a norm that was computed."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with daf.Session(model, optimizer, bits=2, tolerance=np.float32(0.5)) as session:
+        session.step(
+            torch.ones(8, 4), lambda m, x: m(x).square().mean(), max_grad_norm=np.float32(1)
+        )
+    assert session.noise.tolerance == 0.5
