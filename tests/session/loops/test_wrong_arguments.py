@@ -230,8 +230,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
     """A tolerance or a norm that was computed."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with daf.Session(model, optimizer, bits=2, tolerance=np.float32(0.5)) as session:
-        session.step(
-            torch.ones(8, 4), lambda m, x: m(x).square().mean(), max_grad_norm=np.float32(1)
-        )
+    norm: Any = np.float32(1)
+    options: dict[str, Any] = {"bits": 2, "tolerance": np.float32(0.5)}
+    with daf.Session(model, optimizer, None, **options) as session:
+        session.step(torch.ones(8, 4), lambda m, x: m(x).square().mean(), max_grad_norm=norm)
     assert session.noise.tolerance == 0.5
