@@ -289,6 +289,22 @@ def test_a_budget_that_moves_at_every_look_leaves_a_bounded_history() -> None:
         assert session.budget_history[-1].budget_bytes == session.budget_bytes
 
 
+def test_whoever_reads_a_budget_finds_it_in_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    with session_for("8GB") as session:
+        session.step(rows(64), cross_entropy)
+        rebound = session._keeper.rebound
+
+        def watched(budget_bytes: int | None) -> int:
+            seen.append((session.budget_bytes, session.budget_history[-1].budget_bytes))
+            return rebound(budget_bytes)
+
+        monkeypatch.setattr(session._keeper, "rebound", watched)
+        session.budget = "7GB"  # as when the watcher's thread is at it
+        assert seen == [(8 * 10**9, 8 * 10**9)]
+        assert (session.budget_bytes, session.budget_history[-1].budget_bytes) == (7 * 10**9,) * 2
+
+
 def run_python(code: str) -> None:
     code = textwrap.dedent(code)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

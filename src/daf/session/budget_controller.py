@@ -145,12 +145,12 @@ class BudgetController:
             self.is_anothers = reason == ANOTHERS
             if budget_bytes == self.budget_bytes:
                 return
-            self.budget_bytes = budget_bytes
             self.lowest_bytes = _least(self.lowest_bytes, budget_bytes)
             evicted = self.keeper.rebound(budget_bytes)
             change = BudgetChange(time.perf_counter(), budget_bytes, reason, evicted)
             self.history.append(change)
             del self.history[:-MOST_CHANGES]
+            self.budget_bytes = budget_bytes  # last: whoever reads it finds it in the history
         self._tell_others()
 
     def _reading(self) -> Reading:
