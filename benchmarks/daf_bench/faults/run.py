@@ -9,6 +9,8 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import torch
+
 from daf_bench.faults.refusals import QUICK_FAMILIES, all_families, run_refusals
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.row_log import RowLog
@@ -41,7 +43,12 @@ class FaultsJob:
 def run(
     job: FaultsJob, rows_file: Path | None = None, on_progress: Report = lambda *_: None
 ) -> BenchResult:
-    """Run every piece of every part, going on where ``rows_file`` ends."""
+    """Run every piece of every part, going on where ``rows_file`` ends.
+
+    PyTorch gets one thread before families are made: in a fork of a process whose OpenMP has
+    threads, which the fork has not, two threads wait for ever.
+    """
+    torch.set_num_threads(1)
     log = RowLog(rows_file, {"seed": job.seed, "quick": job.quick})
     pieces = [piece for part in job.parts for piece in _pieces(part, job)]
     for place, (name, work) in enumerate(pieces):
