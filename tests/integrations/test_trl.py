@@ -27,6 +27,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 import daf
+from daf.integrations.preferences import IN_PAIRS
 from daf.integrations.transformers import budgeted
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -109,39 +110,21 @@ def rewarded(folder: Path) -> Trainer:
     )
 
 
-def pairs(batch: dict[str, Any]) -> int:
-    return int(batch["input_ids"].shape[0]) // 2
-
-
-def some_pairs(batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """TRL stacks all chosen completions, then all rejected ones."""
-    half = pairs(batch)
-
-    def taken(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.shape[0] != 2 * half:
-            return value
-        return torch.cat([value[start:stop], value[half + start : half + stop]])
-
-    return {name: taken(value) for name, value in batch.items()}
-
-
 def logged(trainer: Trainer, name: str) -> list[float]:
     return [row[name] for row in trainer.state.log_history if name in row]
 
 
-CUT = daf.BatchSplit(pairs, some_pairs)
 TRAININGS = [
-    pytest.param(supervised, "auto", "num_tokens", 100_000_000, id="supervised"),
-    pytest.param(preferred, "auto", "rewards/margins", 240_000_000, id="preferred"),
-    pytest.param(rewarded, CUT, "margin", 100_000_000, id="rewarded"),
+    pytest.param(supervised, "num_tokens", 100_000_000, id="supervised"),
+    pytest.param(preferred, "rewards/margins", 100_000_000, id="preferred"),
+    pytest.param(rewarded, "margin", 100_000_000, id="rewarded"),
 ]
 
 
 @pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(("make", "split", "metric", "room_bytes"), TRAININGS)
+@pytest.mark.parametrize(("make", "metric", "room_bytes"), TRAININGS)
 def test_steps_are_the_host_s_own(
     make: Callable[[Path], Trainer],
-    split: Any,
     metric: str,
     room_bytes: int,
     steps: int,
@@ -154,13 +137,14 @@ def test_steps_are_the_host_s_own(
     plain.args.max_steps = steps
     plain.train()
     bound = budget(room_bytes)
-    ours = budgeted(make(tmp_path), bound, tolerance=0, split=split)
+    ours = budgeted(make(tmp_path), bound, tolerance=0)
     ours.args.max_steps = steps
     ours.train()
     same_weights(ours.model, plain.model)
     assert logged(ours, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-3, abs=1e-4)
     assert logged(ours, metric) == pytest.approx(logged(plain, metric), rel=1e-2, abs=1e-3)
     assert ours.daf_session.peak_bytes <= bound
+    assert ours.daf_session.split_refusal == ""
 
 
 def test_metrics_of_parts_are_those_of_the_batch(tmp_path: Path, budget: Budget) -> None:
@@ -181,7 +165,7 @@ def test_metrics_of_parts_are_those_of_the_batch(tmp_path: Path, budget: Budget)
         return found
 
     ours.compute_loss = bursting
-    budgeted(ours, budget(200_000_000), tolerance=0, split=CUT).train()
+    budgeted(ours, budget(200_000_000), tolerance=0).train()
     sizes = [row["daf_micro_batch"] for row in ours.state.log_history if "daf_micro_batch" in row]
     assert counts["now"] > 1
     assert sizes[0] > sizes[-1]
@@ -190,8 +174,26 @@ def test_metrics_of_parts_are_those_of_the_batch(tmp_path: Path, budget: Budget)
         assert logged(ours, metric) == pytest.approx(logged(plain, metric), rel=1e-2, abs=1e-3)
 
 
-def test_rows_that_belong_in_pairs_are_not_cut(tmp_path: Path, budget: Budget) -> None:
-    ours = budgeted(preferred(tmp_path), budget(400_000_000), tolerance=0)
+def test_pairs_are_cut_with_what_belongs_to_them() -> None:
+    rows = torch.arange(8)
+    batch = {"input_ids": rows, "ref_chosen_logps": rows[:4].float(), "names": "of all"}
+    assert IN_PAIRS.count(batch) == 4
+    part = IN_PAIRS.take(batch, 1, 3)
+    assert part["input_ids"].tolist() == [1, 2, 5, 6]
+    assert part["ref_chosen_logps"].tolist() == [1, 2]
+    assert part["names"] == "of all"
+
+
+def test_pairs_with_rows_of_another_number_stay_whole() -> None:
+    batch = {"input_ids": torch.arange(8), "pixel_values": torch.arange(13)}
+    assert IN_PAIRS.count(batch) == 1
+    assert IN_PAIRS.take(batch, 0, 1)["pixel_values"].tolist() == [*range(13)]
+
+
+def test_a_split_of_the_user_s_is_used(tmp_path: Path, budget: Budget) -> None:
+    """Of one example each: nothing to cut."""
+    whole = daf.BatchSplit(lambda _: 1, lambda batch, *_: batch)
+    ours = budgeted(preferred(tmp_path), budget(400_000_000), tolerance=0, split=whole)
     ours.args.max_steps = 1
     ours.train()
-    assert "add up" in ours.daf_session.split_refusal
+    assert ours.daf_report.micro_batch == 1

@@ -162,6 +162,12 @@ def own_token_mean(model: nn.Module, batch: Any) -> Tensor:
     return (losses * counts).sum() / counts.sum()
 
 
+def beside_a_loss_that_nobody_uses(model: nn.Module, batch: Any) -> Tensor:
+    """As a model does that computes a loss of its own, over labels that count."""
+    own_token_mean(model, batch)
+    return model(batch[0]).square().mean()
+
+
 def selected_mean(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0])[batch[1] > 1], batch[0][:, :5][batch[1] > 1])
 
@@ -272,6 +278,9 @@ ADD_UP = {
         TokenModel, lambda: tokens(lambda row: 5 * (row > 7)), token_mean
     ),
     "a mean over a mask": Case(TokenModel, lambda: tokens(lambda row: 1 + row % 6), own_token_mean),
+    "a loss of its own that nobody uses": Case(
+        TokenModel, lambda: tokens(lambda row: 1 + row % 6), beside_a_loss_that_nobody_uses
+    ),
     "sum and weight": Case(TokenModel, lambda: tokens(lambda row: row % 7), token_sum),
     "weight 0": Case(TokenModel, half_empty, token_sum),
     "weights of classes": Case(mlp, weighted, likelihood),

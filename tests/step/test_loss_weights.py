@@ -133,3 +133,44 @@ def test_watches_nest_and_leave_the_class_as_it_was() -> None:
     assert float(inner.factor) == 8.0
     assert outer.factor is None
     assert GradScaler.scale is before
+
+
+class Doubled(torch.autograd.Function):
+    """Reads its input where no function mode sees it."""
+
+    @staticmethod
+    def forward(_: Any, given: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return given * 2
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def scalings_of(loss_of: Any) -> list[float]:
+    rows = torch.ones(6, 2, requires_grad=True)
+    with LossWeights() as operators:
+        loss = loss_of(rows)
+    operators.leave_out_beside(loss)
+    return [float(each) for each in operators.scalings]
+
+
+def test_numbers_of_results_that_nobody_reads_decide_nothing() -> None:
+    def loss_of(rows: Tensor) -> Tensor:
+        rows[:5].sum().div(torch.tensor(5.0))
+        return rows.mean()
+
+    assert scalings_of(loss_of) == [12.0]
+
+
+@pytest.mark.parametrize("read", [Tensor.detach, Tensor.item, Doubled.apply])
+def test_numbers_of_results_that_are_read_in_any_way_are_kept(read: Any) -> None:
+    def loss_of(rows: Tensor) -> Tensor:
+        return rows.sum() - read(rows[:5].mean())
+
+    assert scalings_of(loss_of) == [10.0]
+
+
+def test_a_loss_that_is_returned_with_its_weight_keeps_its_numbers() -> None:
+    assert scalings_of(lambda rows: (rows.mean(), torch.tensor(3.0))) == [12.0]

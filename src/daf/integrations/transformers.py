@@ -23,7 +23,9 @@ from daf.core.errors import HostError
 from daf.core.step_report import StepReport
 from daf.core.units import format_bytes
 from daf.integrations.pending_loss import PendingLoss, replaced
+from daf.integrations.preferences import IN_PAIRS, are_preferences
 from daf.session.session import Session
+from daf.torch_compat.pytree import tensors_in_batch
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 _logger = logging.getLogger("daf")
@@ -150,8 +152,10 @@ class BudgetedTrainer(Trainer):  # type: ignore[misc]
             raise HostError(f"asked for a backward pass with {kwargs}, which needs another's loop")
         batch, compute = self._daf_pending.take(loss)
         share = self.accelerator.gradient_accumulation_steps
+        rows: list[int] = []  # of each part; the last ones count
 
         def loss_fn(model: nn.Module, part: Any) -> Any:  # names self, whose counts are restored
+            rows.append(next((len(e) for e in tensors_in_batch(part) if e.dim()), 1))
             found, scaler = compute(model, part) / share, self.accelerator.scaler
             return found if scaler is None else scaler.scale(found)
 
@@ -161,7 +165,9 @@ class BudgetedTrainer(Trainer):  # type: ignore[misc]
         self.daf_report = session.backward(batch, loss_fn)
         for name, values in self._metrics_so_far().items():
             if added := values[before.get(name, 0) :]:  # one of each part
-                values[before.get(name, 0) :] = [sum(added) / len(added)]
+                counts = rows[-len(added) :] if len(added) <= len(rows) else [1] * len(added)
+                total = sum(each * n for each, n in zip(added, counts, strict=True))
+                values[before.get(name, 0) :] = [total / sum(counts)]
         with torch.no_grad():
             loss.fill_(self.daf_report.loss * share)  # the host returns and logs it
         self._show(self.daf_report)
@@ -182,9 +188,9 @@ class BudgetedTrainer(Trainer):  # type: ignore[misc]
             return session
         self._end_session()
         model = self.accelerator.unwrap_model(self.model)
-        session = self.daf_session = Session(
-            model, optimizer, self._daf_budget, **self._daf_options
-        )
+        pairs = {"split": IN_PAIRS} if are_preferences(self) else {}
+        options = pairs | self._daf_options
+        session = self.daf_session = Session(model, optimizer, self._daf_budget, **options)
         SessionState.adopt(self, session)
         return session
 

@@ -153,6 +153,7 @@ class Profiler:
                 say("a first small step")
                 self._observe_bounded(context, sizes[0])
             observations = self._observations(context, sizes, budget_bytes, say)
+            observations += self._whole(context, observations[-1], budget_bytes, say)
             say("times")
             times = self._times(context, observations, budget_bytes)
             say("replays")
@@ -233,6 +234,21 @@ class Profiler:
             say(f"bytes at {smaller}")
             found.insert(0, self._observe(context, smaller))
         return self._growth.alike(found[0]) if len(found) == 1 else found
+
+    def _whole(
+        self, context: StepContext, largest: Observation, budget_bytes: int, say: Say
+    ) -> list[Observation]:
+        """Observe a batch that is not cut as it is, where it needs a plan: growth is a guess."""
+        examples = context.info.examples
+        plain_bytes = largest.plain_bytes * examples / largest.examples
+        if not self._choice.refusal or largest.examples == examples:
+            return []
+        if self._expected(largest, examples) + plain_bytes <= budget_bytes:
+            return []
+        say(f"bytes at {examples}")
+        bound_bytes = min(self._bound_bytes, budget_bytes - MARGIN_BYTES)
+        found = self._within(bound_bytes, partial(self._observe, context, examples))
+        return [] if found is None else [found]
 
     def _expected(self, found: Observation, examples: int) -> float:
         """Return the process's peak as observed steps grow, and a margin.

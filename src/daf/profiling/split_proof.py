@@ -187,7 +187,9 @@ class SplitProof:
         names = parameter_names(self._model)
         weights = LossWeights(examples, disturbed=disturbed, names=names)
         with weights as operators, self._saves(batch):
-            loss = read_loss(self._loss_fn(self._model, batch), examples)
+            result = self._loss_fn(self._model, batch)
+            loss = read_loss(result, examples)
+        operators.leave_out_beside(result)
         self.functions |= operators.functions
         return loss, operators
 

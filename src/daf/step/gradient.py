@@ -232,6 +232,7 @@ class GradientStep:
                     unknown,
                 )
             weights.note_way(operators)
+            operators.leave_out_beside(result)
             loss = weights.weighed(loss, operators)
         return loss, scaling.factor
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import wraps
 from threading import get_ident
@@ -28,7 +28,9 @@ from daf.core.errors import OtherPathError, SplitError
 from daf.core.replaced import Replaced
 from daf.operators.linear_cross_entropy import LossCall
 from daf.step.microbatch import WeightedLoss
-from daf.torch_compat.autograd_graph import without_torch_function
+from daf.torch_compat.autograd_graph import sequence_number_of, without_torch_function
+from daf.torch_compat.parameter_reads import graph_nodes
+from daf.torch_compat.pytree import tensors_in_batch
 
 PARAMETER = "parameter "
 ONE_BY_ONE = "a loss of each example by itself"  # beside the functions that were proven
@@ -56,6 +58,25 @@ class Weighing(StrEnum):
     EXAMPLES = "examples"
     LOSS = "loss"
     SUM = "sum"
+
+
+class _Kind(StrEnum):
+    """What a noted number is."""
+
+    MEAN = "what an operator divides by"
+    SCALING = "what another scalar was divided by"
+    COUNT = "of these, what the user computed"
+    ORDERED = "among how many numbers one was ordered, by value"
+
+
+@dataclass(eq=False, slots=True)
+class _Noted:
+    """A number, the node of its operator's result (None: it has none), and if that was read."""
+
+    kind: _Kind
+    number: Any
+    node: int | None
+    is_read: bool = False
 
 
 def _divisor(call: LossCall) -> Tensor:
@@ -91,23 +112,55 @@ class LossWeights(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._names = names
-        self.means: list[Tensor] = []  # what operators divide by
-        self.scalings: list[Tensor] = []  # what other scalars were divided by
-        self._counts: list[Tensor] = []  # of these, what the user computed
+        self._deciding: list[_Noted] = []
+        self._unread: dict[int, list[_Noted]] = {}  # by results that no operator was given yet
         self._bounded: list[Tensor] = []
         self.functions: set[str] = set()  # whose results have gradients
         self.branches: list[bool] = []  # that tensors' values decided
-        self.ordered: list[int] = []  # how many numbers each was ordered among, by value
         self.has_too_few = False
         self._reads_all = not torch.is_grad_enabled()  # where results are all there is
         self._noted: dict[int, tuple[weakref.ref[Tensor], list[_Note]]] = {}
         self._examples = examples
         self._disturbed = disturbed
 
+    means = property(lambda self: self._numbers(_Kind.MEAN))
+    scalings = property(lambda self: self._numbers(_Kind.SCALING))
+    ordered = property(lambda self: self._numbers(_Kind.ORDERED))
+    _counts = property(lambda self: self._numbers(_Kind.COUNT))
+
+    def _numbers(self, kind: _Kind) -> list[Any]:
+        return [each.number for each in self._deciding if each.kind is kind]
+
     @property
     def divisors(self) -> list[Tensor]:
         """What loss operators divide by; where there are none, the user's own last division."""
-        return self.means or self._counts[-1:]
+        found: list[Tensor] = self.means or self._counts[-1:]
+        return found
+
+    def leave_out_beside(self, losses: Any) -> None:
+        """Forget the numbers of results that nobody read, such as a model's own unused loss.
+
+        ``losses``: the tensors that the user returned; nothing in their graph is forgotten.
+        """
+        roots = {each.grad_fn for each in tensors_in_batch(losses)} - {None}
+        ends = {None, *map(sequence_number_of, roots)}
+        if all(each.is_read or each.node in ends for each in self._deciding):
+            return
+        ends.update(sequence_number_of(node) for root in roots for node in graph_nodes(root))
+        self._deciding = [each for each in self._deciding if each.is_read or each.node in ends]
+
+    def _note(self, kind: _Kind, numbers: Iterable[Any], found: Any) -> None:
+        node = found.grad_fn if isinstance(found, Tensor) else None  # several: one may be read
+        number = None if node is None else sequence_number_of(node)
+        noted = [_Noted(kind, each, number) for each in numbers]
+        self._deciding += noted
+        if noted:
+            self._unread.setdefault(id(found), []).extend(noted)
+
+    def _mark_read(self, given: Iterable[Any]) -> None:
+        for tensor in _tensors_in(given) if self._unread else ():
+            for each in self._unread.pop(id(tensor), ()):
+                each.is_read = True
 
     def may_count_nothing(self) -> bool:
         """Return True if the user divides by 0, or a 1 in its place: by ``count.clamp(min=1)``."""
@@ -118,6 +171,7 @@ class LossWeights(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator; PyTorch calls this."""
         kwargs = kwargs or {}
+        self._mark_read((*args, *kwargs.values()))
         found, name = self._called(func, args, kwargs), getattr(func, "__name__", "")
         if isinstance(found, bool):
             self.branches.append(found)
@@ -142,10 +196,11 @@ class LossWeights(TorchFunctionMode):
         notes = [*{id(each): each for each in notes}.values()]  # of each way to it one
         is_scalar = isinstance(found, Tensor) and found.numel() == 1
         if is_read:
-            self.ordered += (size for is_order, size in notes if is_order)
-            self.scalings += (number for is_order, number in notes if not is_order)
+            self._note(_Kind.ORDERED, (size for is_order, size in notes if is_order), found)
+            self._note(_Kind.SCALING, (number for is_order, number in notes if not is_order), found)
             if name in _DIVISIONS and is_scalar:
-                self._counts += (e for e in _tensors_in(given[1:]) if not _is_differentiable(e))
+                counts = [each for each in _tensors_in(given[1:]) if not _is_differentiable(each)]
+                self._note(_Kind.COUNT, counts, found)
         elif name in _BOUNDS and is_scalar:
             self._bounded.append(found)
         for each in _tensors_in((found,)) if notes and not is_read else ():
@@ -157,17 +212,20 @@ class LossWeights(TorchFunctionMode):
         if func not in (F.cross_entropy, F.nll_loss):
             return func(*args, **kwargs)
         call = LossCall(*args, **kwargs)
-        if call.reduction == "mean" and call.size_average is call.reduce is None:
-            if self._disturbed:
-                call = call._replace(target=self._with_ignored(call))
-                names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
-                args = (call.input, call.target)
-                kwargs = {name: getattr(call, name) for name in names} | (
-                    {"label_smoothing": call.label_smoothing} if func is F.cross_entropy else {}
-                )
-            with torch.no_grad():
-                self.means.append(_divisor(call))
-        return func(*args, **kwargs)
+        if call.reduction != "mean" or (call.size_average, call.reduce) != (None, None):
+            return func(*args, **kwargs)
+        if self._disturbed:
+            call = call._replace(target=self._with_ignored(call))
+            names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
+            args = (call.input, call.target)
+            kwargs = {name: getattr(call, name) for name in names} | (
+                {"label_smoothing": call.label_smoothing} if func is F.cross_entropy else {}
+            )
+        with torch.no_grad():
+            divisor = _divisor(call)
+        found = func(*args, **kwargs)
+        self._note(_Kind.MEAN, [divisor], found)
+        return found
 
     def _with_ignored(self, call: LossCall) -> Any:
         target = call.target

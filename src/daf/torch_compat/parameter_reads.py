@@ -71,7 +71,7 @@ class ParameterReads:
     def begin_backward(self, loss: Tensor) -> None:
         """Find the opaque nodes of ``loss``, which is about to run backward."""
         assert self._watch is not None
-        opaque = [node for node in _nodes(loss.grad_fn) if self._is_opaque(node)]
+        opaque = [node for node in graph_nodes(loss.grad_fn) if self._is_opaque(node)]
         self._opaque_to_run = len(opaque)
         for node in opaque:
             node.register_hook(self._has_run)
@@ -135,7 +135,7 @@ class ForwardWatch(TorchFunctionMode):
             self.foreign.append(range(first, end))
 
 
-def _nodes(root: Any) -> Iterator[Any]:
+def graph_nodes(root: Any) -> Iterator[Any]:
     """Yield every node of a graph but those that accumulate into leaves."""
     found, open_nodes = {root}, [root]
     while open_nodes:
