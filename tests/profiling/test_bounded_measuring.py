@@ -48,3 +48,52 @@ def test_a_budget_below_pytorch_s_smallest_step_is_never_passed() -> None:
         assert session.peak_bytes <= budget
         assert session.plan is not None
         assert session.plan.policy.fused
+
+
+TILE_ROWS, ROWS, FEATURES = 16, 64, 64
+TILE_BYTES = 64 * 2**20  # of a whole tile's work; a small step's tile is as much smaller
+
+
+def batch_statistics() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES), nn.ReLU())
+
+
+def in_tiles(model: nn.Module, batch: Tensor) -> Tensor:
+    """Works on a few rows at a time, as losses of large vocabularies do."""
+    made = model(batch)
+    for tile in made.detach().split(TILE_ROWS):
+        torch.zeros(len(tile) * TILE_BYTES // TILE_ROWS, dtype=torch.uint8).add_(1)
+    return made.square().mean()
+
+
+@needs_peak
+def test_a_batch_that_is_not_cut_is_measured_whole_before_it_is_refused() -> None:
+    """From small steps it would need four tiles, of which it holds one."""
+    model, batch = batch_statistics(), torch.randn(ROWS, FEATURES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    in_tiles(model, batch).backward()
+    optimizer.zero_grad()
+    gc.collect()
+    glibc.return_free_memory()
+    budget = process_memory.resident_bytes() + int(1.75 * TILE_BYTES)
+    with daf.Session(model, optimizer, budget, tolerance=0) as session:
+        report = session.step(batch, in_tiles)
+        assert session.split_refusal
+        assert report.micro_batch == ROWS
+        assert TILE_BYTES < session.peak_bytes <= budget
+        assert session.predicted_peak_bytes <= budget
+
+
+@needs_peak
+def test_a_batch_that_is_not_cut_and_fits_as_it_is_is_not_measured_whole() -> None:
+    model, batch, sizes = batch_statistics(), torch.randn(ROWS, FEATURES), []
+
+    def counted(model: nn.Module, batch: Tensor) -> Tensor:
+        sizes.append(len(batch))
+        return in_tiles(model, batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget = process_memory.resident_bytes() + 16 * TILE_BYTES
+    with daf.Session(model, optimizer, budget, tolerance=0) as session:
+        session.step(batch, counted)
+    assert sizes.count(ROWS) == 1
