@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from collections.abc import Mapping
+from numbers import Integral, Real
+from types import MappingProxyType, NoneType
 from typing import Any, Literal
 
 from torch import nn
@@ -14,13 +16,25 @@ from daf.core.errors import OptionError, PlatformError
 from daf.memory import glibc
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain, ProcessMemory, memory_of
+from daf.offload.spill import SpillOptions
 from daf.planning import planner
 from daf.planning.options import Allowed
 from daf.planning.policies import strategy_named
+from daf.sensitivity.result import Sensitivity
 from daf.step.gradient_release import GradientRelease
 
 Operators = Literal["auto", "pytorch"]
 _METHODS = frozenset(policies.Method)
+# The kinds that an argument may have, and the same in words.
+_KINDS: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
+    {
+        "seed": ((Integral,), "a whole number"),
+        "baseline_bytes": ((Integral, NoneType), "bytes, a whole number; None measures them"),
+        "batch_dim": ((Integral, list, tuple, Mapping, NoneType), "a dimension, or one a tensor"),
+        "spill": ((SpillOptions, NoneType), "a daf.offload.spill.SpillOptions, or None"),
+        "sensitivity": ((bool, Sensitivity), "True, False, or a Sensitivity of daf.sensitivity"),
+    }
+)
 _PASSING_SHARE = 16
 _LEAST_PASSING_BYTES, _MOST_PASSING_BYTES = 2**21, 2**26
 
@@ -103,6 +117,14 @@ def check_trained(model: Any, *optimizers: Any) -> None:
             raise OptionError(f"asked for the optimizer {each!r:.80}; give a torch.optim.Optimizer")
     if not isinstance(model, nn.Module):
         raise OptionError(f"asked for the model {model!r:.80}; give a torch.nn.Module")
+
+
+def check_kinds(**given: object) -> None:
+    """Raise OptionError for an argument of another kind than those it may have."""
+    for name, value in given.items():
+        kinds, words = _KINDS[name]
+        if not isinstance(value, kinds):
+            raise OptionError(f"asked for {name}={value!r:.80}; it is {words}")
 
 
 def checked_scope(scope: Scope, memory: MemoryDomain) -> Scope:

@@ -137,6 +137,8 @@ class Session(SessionReadings):
         scope: Scope = "process",
     ) -> None:
         arguments.check_trained(model, optimizer)
+        kinds = {"seed": seed, "baseline_bytes": baseline_bytes, "batch_dim": batch_dim}
+        arguments.check_kinds(**kinds, spill=spill, sensitivity=sensitivity)
         self.model, self.optimizer = model, optimizer
         memory = arguments.asked_memory(model, budget)
         if baseline_bytes is None:

@@ -235,3 +235,22 @@ def test_numbers_of_numpy_are_numbers() -> None:
     with daf.Session(model, optimizer, None, **options) as session:
         session.step(torch.ones(8, 4), lambda m, x: m(x).square().mean(), max_grad_norm=norm)
     assert session.noise.tolerance == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("seed", "now", "a whole number"),
+        ("seed", None, "a whole number"),
+        ("baseline_bytes", "20MB", "None measures them"),
+        ("batch_dim", "rows", "a dimension"),
+        ("spill", "/tmp", "SpillOptions"),
+        ("sensitivity", "high", "a Sensitivity"),
+    ],
+)
+def test_an_argument_of_another_kind_is_one_error(name: str, value: Any, words: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(OptionError, match=rf"asked for {name}={value!r}; .*{words}"):
+        daf.Session(model, optimizer, "8GB", **options)
