@@ -32,7 +32,10 @@ _KINDS: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
         "baseline_bytes": ((Integral, NoneType), "bytes, a whole number; None measures them"),
         "batch_dim": ((Integral, list, tuple, Mapping, NoneType), "a dimension, or one a tensor"),
         "spill": ((SpillOptions, NoneType), "a daf.offload.spill.SpillOptions, or None"),
-        "sensitivity": ((bool, Sensitivity), "True, False, or a Sensitivity of daf.sensitivity"),
+        "sensitivity": (
+            (bool, Sensitivity),
+            "True, False, or a daf.sensitivity.result.Sensitivity",
+        ),
     }
 )
 _PASSING_SHARE = 16
