@@ -245,7 +245,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ("baseline_bytes", "20MB", "None measures them"),
         ("batch_dim", "rows", "a dimension"),
         ("spill", "/tmp", "SpillOptions"),
-        ("sensitivity", "high", "a Sensitivity"),
+        ("sensitivity", "high", "Sensitivity"),
     ],
 )
 def test_an_argument_of_another_kind_is_one_error(name: str, value: Any, words: str) -> None:
