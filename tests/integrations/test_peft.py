@@ -149,7 +149,7 @@ LONG = pytest.mark.thorough
 CASES = [
     pytest.param(on(unquantized), adamw, WHOLE_BYTES, id="lora", marks=LONG),
     pytest.param(on(unquantized, use_dora=True), adamw, 150_000_000, id="dora"),
-    pytest.param(on(unquantized), lorafa, WHOLE_BYTES, id="lora-fa"),
+    pytest.param(on(unquantized), lorafa, 90_000_000, id="lora-fa"),
     pytest.param(velora("random"), adamw, WHOLE_BYTES, id="velora", marks=LONG),
     pytest.param(on(four_bits_of_bitsandbytes), adamw, WHOLE_BYTES, id="qlora of bitsandbytes"),
     pytest.param(on(eight_bits_of_torchao), adamw, WHOLE_BYTES, id="int8 of torchao", marks=LONG),
