@@ -125,6 +125,20 @@ def test_length_and_batch_are_what_was_asked_for(daf: Daf, workplace: Path) -> N
     assert saved[1]["saved"] > 6 * saved[0]["saved"]
 
 
+def test_images_have_the_model_s_number_format(tmp_path: Path) -> None:
+    described("ViT", tmp_path, dtype="bfloat16", **VIT)
+    data = RandomInputs(tmp_path)
+    batch = data.train_batch(range(ROWS), seeded())
+    assert batch[0].dtype is torch.bfloat16
+    data.loss(random_model(str(tmp_path)), batch).backward()
+
+
+def test_an_installed_model_is_not_a_folder_of_its_name(daf: Daf, workplace: Path) -> None:
+    (workplace / "resnet18").mkdir()
+    ran = daf("plan", "resnet18", "--budget", "4GB", "--batch-size", "4", "--goal", "nothing")
+    assert "config.json" not in ran.out + ran.err
+
+
 def test_a_folder_without_a_description_is_refused(daf: Daf, workplace: Path) -> None:
     (workplace / "empty").mkdir()
     ran = daf("plan", "empty", *ASKED)

@@ -14,6 +14,7 @@ from daf.cli import options
 from daf.core.units import format_bytes
 from daf.report.comparison import LEVER_COLUMNS, lever_row
 from daf.training.job import make_job
+from daf.training.models import MODELS
 from daf.training.plan_outline import outline_of
 from daf.training.settings import TrainSettings
 
@@ -27,7 +28,8 @@ def plan_command(as_json: options.Json = False, **asked: Any) -> None:
 
     MODEL may be a folder with a config.json of transformers: weights and inputs are random then.
     """
-    if asked["model"] and Path(folder := asked["model"]).is_dir():
+    folder = asked["model"] or ""
+    if folder and folder not in MODELS.all() and Path(folder).is_dir():
         asked |= {"model": f"config_json:{folder}", "data": f"{_INPUTS}:{folder}"}
     job = make_job(TrainSettings(**options.parsed(asked)))
     with job.session:

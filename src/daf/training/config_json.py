@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from daf.core.errors import DataError
@@ -47,27 +46,25 @@ class RandomInputs(Task):
     def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:
         rows, config, name = len(indices), self._config, self._kind.__name__
         classes = getattr(config.get_text_config(), "vocab_size", 0)
-        inputs: NDArray[Any]
+        draw = torch.Generator().manual_seed(int(generator.integers(2**32)))
         if self.goals[0].reads_images:
             size = getattr(config, "image_size", None) or 224
             sides = (size, size) if isinstance(size, int) else size
             shape = (rows, getattr(config, "num_channels", 3), *sides)
-            inputs = generator.standard_normal(shape, np.float32)
+            inputs = torch.randn(shape, generator=draw, dtype=getattr(config, "dtype", None))
         else:
-            inputs = generator.integers(classes, size=(rows, self._context))
+            inputs = torch.randint(classes, (rows, self._context), generator=draw)
         if name.endswith("Classification"):
             classes = config.num_labels
-        labels = generator.integers(classes, size=rows if name.endswith(_OF_ROWS) else inputs.shape)
-        return torch.from_numpy(inputs), torch.from_numpy(labels)
+        shape = (rows,) if name.endswith(_OF_ROWS) else inputs.shape
+        return inputs, torch.randint(classes, shape, generator=draw)
 
     def test_batch(self, indices: Indices) -> Batch:
         return self.train_batch(indices, np.random.default_rng(0))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        inputs, labels = batch
-        if inputs.is_floating_point():
-            inputs = inputs.to(next(model.parameters()).dtype)
-        found: Tensor = model(**{self._kind.main_input_name: inputs, "labels": labels}).loss
+        named = dict(zip((self._kind.main_input_name, "labels"), batch, strict=True))
+        found: Tensor = model(**named).loss
         return found
 
     def score(self, model: nn.Module, batch: Batch) -> tuple[float, float]:
@@ -89,7 +86,5 @@ def _described(path: Path) -> tuple[Any, Any]:
         reads = getattr(kind, "main_input_name", None) in ("input_ids", "pixel_values")
         if reads and kind.__name__.endswith(_HEADS):
             return config, kind
-    raise DataError(
-        f"asked for a {config.model_type} model; transformers has none for texts or images with a "
-        "loss; write a factory, and name it as package.module:factory"
-    )
+    kind = config.model_type
+    raise DataError(f"asked for a {kind} model; found none for texts or images; write a factory")
