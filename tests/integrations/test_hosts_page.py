@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ def net() -> nn.Sequential:
 def loader(rows: int = ROWS) -> DataLoader[Any]:
     x = torch.randn(4 * ROWS, 16, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(x, x.argmax(1) % 4), batch_size=rows)
+
+
+def acts(session: Any) -> bool:
+    """True if it trains otherwise than plainly."""
+    return bool(session.plan.micro_batch < ROWS or session.plan.policy.name != "plain")
 
 
 def test_accelerate(budget: Callable[[int], int], same_weights: Same) -> None:
@@ -184,3 +190,55 @@ def test_lightning(budget: Callable[[int], int]) -> None:
     run("import DafStrategy", names, bound := budget(60_000_000))
     assert names["trainer"].global_step == 20
     assert names["trainer"].strategy.session.peak_bytes <= bound
+
+
+def test_skorch(budget: Callable[[int], int], same_weights: Same) -> None:
+    skorch = pytest.importorskip("skorch", reason="the extra `hosts-test` has it")
+    names = {"NeuralNetClassifier": skorch.NeuralNetClassifier, "daf": daf, "nn": nn}
+    x, y = loader().dataset.tensors  # type: ignore[attr-defined]
+    names |= {"torch": torch, "Net": net, "inputs": x.numpy(), "labels": y.numpy()}
+    options = {"max_epochs": 2, "batch_size": ROWS, "lr": 0.1, "verbose": 0}
+    plain = skorch.NeuralNetClassifier(net, criterion=nn.CrossEntropyLoss, **options)
+    plain.fit(names["inputs"], names["labels"])  # which loads scikit-learn, too
+    run("NeuralNetClassifier", names, bound := budget(50_000_000))
+    ours = names["net"]
+    same_weights(ours.module_, plain.module_)
+    for name in ("train_loss", "valid_loss", "valid_acc"):
+        found, expected = ours.history[:, name], plain.history[:, name]
+        assert found == pytest.approx(expected, rel=1e-3)
+    assert ours.session.peak_bytes <= bound
+    assert acts(ours.session)
+    assert not owners.living()
+
+
+def test_fastai(budget: Callable[[int], int], same_weights: Same) -> None:
+    """Its schedule, clipping and metrics too."""
+    reason = "the extra `hosts-test` has it"
+    pytest.importorskip("fastai.callback.schedule", reason=reason)  # gives learners their fits
+    from fastai.callback.core import Callback, CancelBatchException
+    from fastai.callback.training import GradientClip
+    from fastai.data.core import DataLoaders
+    from fastai.learner import Learner
+    from fastai.metrics import accuracy
+    from fastai.optimizer import OptimWrapper
+
+    def clipped(*args: Any, **kwargs: Any) -> Any:
+        kwargs["cbs"] = [GradientClip(0.5), *filter(None, [kwargs.get("cbs")])]
+        return Learner(*args, metrics=accuracy, **kwargs)
+
+    names = {"Callback": Callback, "CancelBatchException": CancelBatchException, "partial": partial}
+    names |= {"OptimWrapper": OptimWrapper, "Learner": clipped, "daf": daf, "nn": nn}
+    names |= {"torch": torch, "dls": DataLoaders(loader(), loader()), "model": net()}
+    adamw = partial(OptimWrapper, opt=torch.optim.AdamW)
+    plain = clipped(names["dls"], net(), loss_func=nn.CrossEntropyLoss(), opt_func=adamw)
+    plain.fit_one_cycle(2, 1e-3)
+    run("OptimWrapper", names, bound := budget(50_000_000))
+    ours = names["learner"]
+    same_weights(ours.model, plain.model)
+    for found, expected in zip(ours.recorder.values, plain.recorder.values, strict=True):
+        assert [*found] == pytest.approx([*expected], rel=1e-3)
+    assert ours.recorder.hps["lr"] == plain.recorder.hps["lr"]
+    (session,) = (each.session for each in ours.cbs if each.name == "budgeted")
+    assert session.peak_bytes <= bound
+    assert acts(session)
+    assert not owners.living()

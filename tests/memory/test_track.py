@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import gc
+import pickle
+from typing import Any
 
 import pytest
 import torch
 from daf._native import allocator as native
 from torch import nn
+from torch.cuda import _memory_viz
 
 from daf.core.errors import UnitError
 from daf.memory.allocation_log import track
-from daf.memory.history import History
+from daf.memory.history import History, snapshot
 from daf.memory.recycling_allocator import unsupported_reason
-from daf.memory.statistics import snapshot, stats
+from daf.memory.statistics import stats
 
 MIB = 2**20
 
@@ -100,13 +103,38 @@ def test_a_full_history_counts_what_it_drops() -> None:
     assert history.dropped == 16
 
 
+def active(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Blocks that a snapshot shows as live, by size."""
+    blocks = (block for segment in found["segments"] for block in segment["blocks"])
+    live = [block for block in blocks if block["state"] == "active_allocated"]
+    return sorted(live, key=lambda block: int(block["size"]))
+
+
 def test_a_snapshot_lists_every_large_block_with_its_asker() -> None:
     gc.collect()
     with track(history=True):
         kept = [torch.zeros(MIB), torch.ones(2 * MIB).mul(3)]
-        blocks = snapshot()["blocks"]
-        assert [block.bytes for block in blocks] == [4 * MIB, 8 * MIB]
-        assert blocks[0].address == kept[0].data_ptr()
-        assert blocks[1].operator == "aten.mul.Tensor"
+        blocks = active(snapshot())
+        assert [block["size"] for block in blocks] == [4 * MIB, 8 * MIB]
+        assert blocks[0]["address"] == kept[0].data_ptr()
+        assert blocks[1]["frames"] == [{"filename": "", "line": 0, "name": "aten.mul.Tensor"}]
         del kept
-        assert snapshot()["blocks"] == []
+        assert active(snapshot()) == []
+
+
+def test_pytorch_s_viewer_reads_a_snapshot() -> None:
+    """Its own parser, of the file that a user would write: the same bytes, and pages of it."""
+    gc.collect()
+    with track():
+        kept = [torch.zeros(MIB), torch.zeros(2 * MIB)]
+        found = snapshot()
+    read = pickle.loads(pickle.dumps(found, protocol=4))
+    assert read["statistics"]["live_blocks.large"] == len(kept)
+    assert sum(map(_memory_viz.calc_active, read["segments"])) == 12 * MIB
+    assert f"total_allocated: {_memory_viz.Bytes(12 * MIB)}" in _memory_viz.segsum(read)
+    flames = _memory_viz.memory(read, format_flamegraph=str)
+    held = [line for line in flames.splitlines() if "active_allocated" in line]
+    assert sum(int(line.rpartition(" ")[2]) for line in held) == 12 * MIB
+    assert _memory_viz.trace(read).count("alloc") == 0
+    for page in (_memory_viz.trace_plot(read), _memory_viz.segment_plot(read)):
+        assert "snapshot.pickle" in page

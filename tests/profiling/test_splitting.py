@@ -96,6 +96,21 @@ class Carrying(nn.Module):
         return result
 
 
+class Initialised(nn.Module):
+    """Scales by what its first batch was: by a buffer, or a parameter as ActNorm does."""
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.layer, self.scale, self.is_ready = mlp(), scale, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        if not self.is_ready:
+            self.scale.data = out.detach().abs().mean(0) + 1.0
+            self.is_ready = True
+        return out / self.scale
+
+
 def mean(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -311,6 +326,12 @@ DO_NOT = {
     "batch statistics in a function": Case(Functional, images, mean),
     "a buffer that forward writes": Case(Codebook, images, mean),
     "a carried state": Case(Carrying, images, mean),
+    "a buffer of the first batch": Case(
+        lambda: Initialised(nn.Buffer(torch.ones(5))), images, mean
+    ),
+    "a parameter of the first batch": Case(
+        lambda: Initialised(nn.Parameter(torch.ones(5))), images, mean
+    ),
     "time first": Case(Recurrent, lambda: (torch.randn(9, 4, 6), images(4)[1]), mean),
     "as many steps as sequences": Case(Recurrent, square, mean),
 }

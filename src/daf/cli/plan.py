@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,15 +14,23 @@ from daf.cli import options
 from daf.core.units import format_bytes
 from daf.report.comparison import LEVER_COLUMNS, lever_row
 from daf.training.job import make_job
+from daf.training.models import MODELS
 from daf.training.plan_outline import outline_of
 from daf.training.settings import TrainSettings
 
 WORST_SITES = 5
+_INPUTS = "daf.training.config_json:RandomInputs"
 
 
 @options.takes_settings(of_plan=True)
 def plan_command(as_json: options.Json = False, **asked: Any) -> None:
-    """Measure a few small steps of MODEL on DATA and say how it would train within --budget."""
+    """Measure a few small steps of MODEL on DATA and say how it would train within --budget.
+
+    MODEL may be a folder with a config.json of transformers: weights and inputs are random then.
+    """
+    folder = asked["model"] or ""
+    if folder and folder not in MODELS.all() and Path(folder).is_dir():
+        asked |= {"model": f"config_json:{folder}", "data": f"{_INPUTS}:{folder}"}
     job = make_job(TrainSettings(**options.parsed(asked)))
     with job.session:
         outline = outline_of(job, job.train_batch(0))

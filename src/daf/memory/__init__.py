@@ -4,8 +4,8 @@
 """
 
 from daf.memory.allocation_log import track
-from daf.memory.history import History
+from daf.memory.history import History, snapshot
 from daf.memory.recycling_allocator import RecyclingAllocator
-from daf.memory.statistics import audit, reset_peaks, snapshot, stats
+from daf.memory.statistics import audit, reset_peaks, stats
 
 __all__ = ["History", "RecyclingAllocator", "audit", "reset_peaks", "snapshot", "stats", "track"]

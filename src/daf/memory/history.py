@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from daf._native import allocator as native
-from daf.memory.statistics import join_label, split_label
+from daf.memory.statistics import join_label, split_label, stats
 from daf.torch_compat.autograd_graph import running_node, sequence_number, sequence_number_of
 from daf.torch_compat.operator_mode import DispatchMode
 
@@ -228,6 +228,18 @@ def snapshot_of(
         for action in (("alloc",) if event.bytes > 0 else ("free_requested", "free_completed"))
     ]
     return {"segments": segments, "device_traces": [trace]}
+
+
+def snapshot() -> Record:
+    """Return live blocks of 128 KiB and more in the format of ``torch.cuda.memory._snapshot()``.
+
+    Frames are empty unless a ``History`` recorded the births. ``"statistics"`` has ``stats()``.
+    """
+    live = [
+        MemoryEvent(0.0, address, size, 0, *split_label(native.label_text(label)))
+        for address, size, _, _, label in native.live_blocks()
+    ]
+    return {"statistics": stats(), **snapshot_of(live, (), start_us=0)}
 
 
 def _ranges(blocks: Iterable[MemoryEvent]) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from daf._native import allocator as native
 from daf.core.errors import PlatformError
@@ -132,27 +132,6 @@ def _take_peak_bytes() -> int:
     peak = int(native.statistics()["live_bytes.peak"])
     reset_peaks()
     return peak
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One live block of 128 KiB or more: its bytes, its whole pages, its ``order`` of birth."""
-
-    address: int
-    bytes: int
-    held_bytes: int
-    order: int
-    module: str  # "", as ``operator``, unless a ``History`` recorded its birth
-    operator: str
-
-
-def snapshot() -> dict[str, Any]:
-    """Return ``{"statistics": stats(), "blocks": [Block, …]}``; live large blocks, oldest first."""
-    blocks = [
-        Block(address, size, held, order, *split_label(native.label_text(label)))
-        for address, size, held, order, label in native.live_blocks()
-    ]
-    return {"statistics": stats(), "blocks": sorted(blocks, key=lambda block: block.order)}
 
 
 def join_label(module: str, operator: str) -> str:

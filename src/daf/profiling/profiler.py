@@ -53,7 +53,7 @@ from daf.step.context import StepContext
 from daf.step.dry_run import EXAMPLES, dry_run
 from daf.step.microbatch import read_loss
 from daf.step.splitting import NOT_PROVEN, SplitChoice
-from daf.step.state_snapshot import preserved_state
+from daf.step.state_snapshot import StateSnapshot, preserved_state
 
 Found = TypeVar("Found")
 
@@ -132,13 +132,13 @@ class Profiler:
     ) -> Profile:
         device = device_of(self.model)
         self._operators = StepOperators()
-        with preserved_state(self.model, context.loss_fn, gradients=True):
+        with preserved_state(self.model, context.loss_fn, gradients=True) as begun:
             if is_fused:
                 self._operators = StepOperators(context.info.examples, chunk_bytes_on(device))
                 nothing_fits = partial(self._dry_run, context, lambda _: math.inf, budget_bytes)
                 self._bounded(nothing_fits)  # so it takes the fewest examples
             say("the smallest step, and whether parts add up to the batch")
-            smallest = None if own else self._choose_cut(context, budget_bytes)
+            smallest = None if own else self._choose_cut(context, begun, budget_bytes)
             self._choice, examples = context.choice, context.info.examples
             least = self._choice.cut.least
             if own:
@@ -170,16 +170,19 @@ class Profiler:
 
     def prove_cut(self, context: StepContext, budget_bytes: float) -> None:
         """Make the context's choice of how its batch is cut, and measure nothing else."""
-        with preserved_state(self.model, context.loss_fn, gradients=True):
-            self._choose_cut(context, budget_bytes)
+        with preserved_state(self.model, context.loss_fn, gradients=True) as begun:
+            self._choose_cut(context, begun, budget_bytes)
 
-    def _choose_cut(self, context: StepContext, budget_bytes: float) -> Observation | None:
+    def _choose_cut(
+        self, context: StepContext, begun: StateSnapshot, budget_bytes: float
+    ) -> Observation | None:
         chooser = CutChooser(
             self.model,
             self._observe_bounded,
             self._expected,
             self._recover,
             self._within,
+            begun.restore,
             allow_statistics=self.allow_split,
         )
         smallest = chooser.run(context, budget_bytes)

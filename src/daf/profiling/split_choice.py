@@ -72,6 +72,7 @@ class CutChooser:
         expected: the process's peak (bytes) in a step of so many examples, from an observed one.
         recover: frees what a step that failed left.
         within: runs under a budget (bytes); returns None if memory was refused.
+        begin_anew: restores the state in which training begins, which a first pass may change.
         allow_statistics: the user allows parts to have batch statistics of their own.
     """
 
@@ -80,6 +81,7 @@ class CutChooser:
     expected: Expected
     recover: Callable[[], None]
     within: Callable[[float, Callable[[], Any]], Any]
+    begin_anew: Callable[[], None]
     allow_statistics: bool
 
     def __post_init__(self) -> None:
@@ -155,6 +157,7 @@ class CutChooser:
             refusal = NO_ROOM_TO_PROVE if size >= 2 * cut.least else NOT_PROVEN
             return SplitChoice(cut, refusal=refusal, proof_bytes=room_bytes)
         start_s = time.perf_counter()
+        self.begin_anew()
         proof = SplitProof(
             self.model, context.loss_fn, statistics=not self.allow_statistics, is_terse=is_terse
         )

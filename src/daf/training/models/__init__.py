@@ -12,7 +12,11 @@ from daf.core.errors import UnknownNameError
 from daf.training.names import Found, Names
 from daf.training.task import Goal
 
-MODELS = Names("model", "daf.models", {"resnet18": "daf.training.models.resnet:resnet18"})
+_OWN = {
+    "resnet18": "daf.training.models.resnet:resnet18",
+    "config_json": "daf.training.config_json:random_model",
+}
+MODELS = Names("model", "daf.models", _OWN)
 
 
 @dataclass(frozen=True, slots=True)
