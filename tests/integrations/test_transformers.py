@@ -106,7 +106,12 @@ def losses(trainer: Trainer) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-@pytest.mark.parametrize(("make", "data"), [(classifier, sentences), (decoder, texts)])
+LONG = pytest.mark.thorough  # as scripts/hosts is
+
+
+@pytest.mark.parametrize(
+    ("make", "data"), [(classifier, sentences), pytest.param(decoder, texts, marks=LONG)]
+)
 def test_twenty_steps_are_the_host_s_own(
     make: Callable[[], nn.Module],
     data: Callable[[], list[Row]],
@@ -150,6 +155,7 @@ def bfloat16_runs(folder: str) -> dict[str, Any]:
     return {"apart": apart, "moved": moved, "losses": [losses(ours), losses(plain)]}
 
 
+@LONG
 def test_bfloat16_is_the_host_s_own(tmp_path: Path) -> None:
     """Within what reordered sums in bfloat16 move weights, as a share of what training does.
 
@@ -260,6 +266,7 @@ def test_a_run_resumed_with_another_loss_is_proven_anew(
     assert 0 < first == again < other
 
 
+@LONG
 def test_a_run_resumed_in_the_middle_ends_as_one_that_was_not(
     tmp_path: Path, budget: Budget, same_weights: Same, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +345,7 @@ def test_the_session_ends_with_the_training(tmp_path: Path, budget: Budget) -> N
     assert_left_as_found(trainer)
 
 
+@LONG
 def test_the_batch_size_finder_recognises_a_refusal(
     tmp_path: Path, budget: Budget, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,13 +243,13 @@ class Profiler:
     ) -> list[Observation]:
         """Observe a batch that is not cut as it is, where it needs a plan: growth is a guess."""
         examples = context.info.examples
+        bound_bytes = min(self._bound_bytes, budget_bytes - MARGIN_BYTES)
         plain_bytes = largest.plain_bytes * examples / largest.examples
-        if not self._choice.refusal or largest.examples == examples:
-            return []
-        if self._expected(largest, examples) + plain_bytes <= budget_bytes:
+        whole_bytes = self._expected(largest, examples) + plain_bytes
+        needs_plan = self._expected(largest, largest.examples) <= bound_bytes < whole_bytes
+        if not self._choice.refusal or largest.examples == examples or not needs_plan:
             return []
         say(f"bytes at {examples}")
-        bound_bytes = min(self._bound_bytes, budget_bytes - MARGIN_BYTES)
         found = self._within(bound_bytes, partial(self._observe, context, examples))
         return [] if found is None else [found]
 
