@@ -48,8 +48,7 @@ def _weakly(pack: Callable[[Tensor], SavedTensor]) -> Callable[[Tensor], SavedTe
 class SavedTensorHooks:
     """One ``with`` of a capture: packs what is saved and settles it when its operator returns.
 
-    Raises:
-        CodecError: the policy both fuses operators and replays modules.
+    CodecError: the policy both fuses operators and replays modules.
     """
 
     def __init__(

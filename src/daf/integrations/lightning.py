@@ -61,8 +61,7 @@ class DafStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def setup(self, trainer: Any) -> None:
         """Refuse what does not go through the strategy; Lightning calls this before it trains.
 
-        Raises:
-            HostError: the module optimizes manually, or has a backward pass of its own.
+        HostError: the module optimizes manually, or has a backward pass of its own.
         """
         super().setup(trainer)
         module = self.lightning_module
@@ -78,8 +77,7 @@ class DafStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's loss, whose gradient the session made.
 
-        Raises:
-            HostError: the batch is an iterator, or there is more to return than a loss of parts.
+        HostError: the batch is an iterator, or there is more to return than a loss of parts.
         """
         batch, rest = args[0], args[1:]
         if isinstance(batch, Iterator):
@@ -126,8 +124,7 @@ class DafStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     ) -> Any:
         """Make the gradient first: room for the update is made when the optimizer begins.
 
-        Raises:
-            HostError: the optimizer asks for the gradient several times.
+        HostError: the optimizer asks for the gradient several times.
         """
         found = [closure()]
 
@@ -200,11 +197,7 @@ class _Logs:
             self._calls.setdefault(name, []).append((self._examples, value, args, kwargs))
 
     def returned(self, found: Any) -> Tensor:
-        """Return the loss of what ``training_step`` returned, and keep what is beside it.
-
-        Raises:
-            HostError: it returned no loss.
-        """
+        """Return the loss that ``training_step`` returned, and keep the rest; HostError: none."""
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if not isinstance(loss, Tensor):
             raise HostError(
@@ -227,11 +220,7 @@ class _Logs:
             module.log(name, value, *args, **kwargs)
 
     def beside_the_loss(self) -> dict[str, Any]:
-        """Return what the whole batch's step returned beside its loss.
-
-        Raises:
-            HostError: only parts of the batch ran.
-        """
+        """Return what the batch's step returned beside its loss; HostError if only parts ran."""
         if len(self._extras) > 1 and any(self._extras):
             raise HostError(
                 f"asked training_step for {sorted(self._extras[0])} beside the loss; found those "

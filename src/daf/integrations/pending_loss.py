@@ -29,8 +29,7 @@ class PendingLoss:
     def ask(self, batch: Any, compute: Compute, device: torch.device) -> Tensor:
         """Return a stand-in for ``compute(model, batch)``: a float32 scalar on ``device``.
 
-        Raises:
-            HostError: the loss before has no gradient yet.
+        HostError: the loss before has no gradient yet.
         """
         if self._stand_in is not None:
             raise HostError(
@@ -44,8 +43,7 @@ class PendingLoss:
     def take(self, loss: Tensor) -> tuple[Any, Compute]:
         """Return the batch, and what computes the loss for which ``loss`` stands.
 
-        Raises:
-            HostError: ``loss`` is not what was asked for, times a number.
+        HostError: ``loss`` is not what was asked for, times a number.
         """
         stand_in, compute, batch = self._stand_in, self._compute, self._batch
         self.forget()

@@ -88,8 +88,7 @@ class BudgetedTrainer(Trainer):  # type: ignore[misc]
     def bound(self, budget: Budget, options: Mapping[str, Any]) -> None:
         """Use this budget, and ``options`` of ``daf.Session``, from the next ``train`` on.
 
-        Raises:
-            HostError: it trains in several processes or on several GPUs.
+        HostError: it trains in several processes or on several GPUs.
         """
         kind = self.accelerator.distributed_type.value
         if kind != "NO" or self.args.n_gpu > 1:

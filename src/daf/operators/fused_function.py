@@ -89,8 +89,7 @@ class FusedFunction(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute gradients from the ``FusedSave`` that stands in place of the input.
 
-        Raises:
-            SavedTensorError: they are to have a graph, and a parameter was changed in place.
+        SavedTensorError: they are to have a graph, and a parameter was changed in place.
         """
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)

@@ -151,10 +151,8 @@ class InputHolder:
     """Holds an operator's input ``x`` by the policy, in the ledger.
 
     ``is_external`` is True if plain PyTorch would hold no memory for ``x``. Plain PyTorch would
-    also save ``beside``, and make and save tensors of ``unmade_bytes``.
-
-    Raises:
-        CodecError: the policy asks for a treatment that is unsound here.
+    also save ``beside``, and make and save tensors of ``unmade_bytes``. CodecError: the policy asks
+    for a treatment that is unsound here.
     """
 
     def __init__(

@@ -37,11 +37,7 @@ class OperatorFamilies:
         self._made: dict[str, FusedOperator] = {}
 
     def named(self, names: Collection[str]) -> list[FusedOperator]:
-        """Return the operators that a policy names, in the order of registration.
-
-        Raises:
-            UnknownNameError: no operator of such a name is registered.
-        """
+        """Return a policy's operators, as registered; UnknownNameError if one of them is not."""
         unknown = sorted(set(names) - _kinds.keys())
         if unknown:
             known = ", ".join(_kinds)

@@ -76,11 +76,7 @@ class Inputs:
         return map_nest(_Place, lambda place: tensors[place.number], self._nest)
 
     def check_unchanged(self, path: str) -> None:
-        """Check the inputs when the call has returned.
-
-        Raises:
-            SavedTensorError: the call changed one in place.
-        """
+        """Raise SavedTensorError if the call, which has returned, changed an input in place."""
         for one in self._tensors:
             tensor = one.original()
             if tensor is not None and version_of(tensor) != one.version:

@@ -158,8 +158,7 @@ class CallState:
     def finish(self, count: Count) -> None:
         """End the call: keep of its beginning only what it changed, and count those bytes.
 
-        Raises:
-            SavedTensorError: the call changed a tensor in place that cannot be restored.
+        SavedTensorError: the call changed a tensor in place that cannot be restored.
         """
         self._random = None if self._random is None else self._random.used()
         self._finish_python()
@@ -192,8 +191,7 @@ class CallState:
     def restored(self) -> Iterator[None]:
         """Restore everything as it was when the call began; at the end as it is now.
 
-        Raises:
-            SavedTensorError: a tensor of the module was changed or replaced since.
+        SavedTensorError: a tensor of the module was changed or replaced since.
         """
         self._tensors.check_unchanged()
         with ExitStack() as stack:

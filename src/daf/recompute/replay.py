@@ -71,11 +71,7 @@ class Rebuilt(PackedTensor):
         return self._value is not None
 
     def settle(self, tensor: Tensor, keeper: ReplayKeeper, site: Site) -> None:
-        """Hold what the call saved when it ran again.
-
-        Raises:
-            SavedTensorError: in the first pass it saved something else.
-        """
+        """Hold what the call saved in its second run; SavedTensorError if it is something else."""
         again = self._call.fingerprint(tensor, self.index)
         if again.form != self._first.form:
             raise SavedTensorError(
@@ -92,8 +88,7 @@ class Rebuilt(PackedTensor):
     def restore(self, scratch: Scratch) -> Tensor:
         """Return the tensor, and hold it no longer.
 
-        Raises:
-            SavedTensorError: something the call depends on was changed in place since.
+        SavedTensorError: something the call depends on was changed in place since.
         """
         self._call.replays.note_unpack()
         if self._value is None:
@@ -142,11 +137,7 @@ class ReplayedCall:
         return Fingerprint(Form.of(tensor), None)
 
     def note_difference(self, found: bool | Tensor) -> None:
-        """Note whether a save differs from the first run's; nobody waits for a device.
-
-        Raises:
-            SavedTensorError: it does.
-        """
+        """Raise SavedTensorError if a save differs from the first run's; waits for no device."""
         if isinstance(found, Tensor):
             self._differences.append(found)
         elif found:
@@ -170,9 +161,7 @@ class ReplayedCall:
         """Run the call again, which rebuilds ``wanted`` and all other handles alive.
 
         A second time in one backward pass it rebuilds that one only: the others were read already.
-
-        Raises:
-            SavedTensorError: the call saved fewer tensors than before.
+        SavedTensorError: the call saved fewer tensors than before.
         """
         task = autograd_graph.graph_task()
         again = task in (autograd_graph.NO_TASK, self._task)
@@ -293,8 +282,7 @@ class ReplayLog:
 class Replays:
     """The replayed modules of one entered capture, by ``paths``, and the calls that run now.
 
-    Raises:
-        UnknownNameError: the model has no such module, or it has no ``forward``.
+    UnknownNameError: the model has no such module, or it has no ``forward``.
     """
 
     def __init__(

@@ -127,8 +127,7 @@ class Rollback:
     def note(self, step_index: int, loss: float) -> bool:
         """Take in a step's loss before its update; True if it is time to go back.
 
-        Raises:
-            DivergedError: the run diverged again, or before there was a good state.
+        DivergedError: the run diverged again, or before there was a good state.
         """
         if not self.is_on:
             return False

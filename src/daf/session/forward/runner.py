@@ -120,8 +120,7 @@ class ForwardRunner(SessionReadings):
     def running(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Iterator[None]:
         """Run a call of the model with these arguments inside.
 
-        Raises:
-            BudgetError: the budget cannot hold it; ``least_bytes`` is the least that could.
+        BudgetError: the budget cannot hold it; ``least_bytes`` is the least that could.
         """
         plan = self._planned(without_graph((arguments, keywords)))
         self._refusals = self._keeper.refusals()
