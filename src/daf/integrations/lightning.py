@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from daf.budget.request import Budget
 from daf.core.errors import HostError
+from daf.core.replaced import replaced
 from daf.core.step_report import StepReport
-from daf.integrations.pending_loss import replaced
 from daf.session.session import Session
 from daf.torch_compat.pytree import tensors_in_batch
 

@@ -6,8 +6,7 @@ goes through the same steps; its derivative says what they multiply the loss by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,16 +63,3 @@ class PendingLoss:
     def forget(self) -> None:
         """Drop a loss whose gradient nobody asked for."""
         self._stand_in = self._compute = self._batch = None
-
-
-@contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Give an object other attributes meanwhile."""
-    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    vars(owner).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del vars(owner)[name]
-        vars(owner).update(before)

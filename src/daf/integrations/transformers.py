@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,10 @@ from transformers.trainer_callback import ExportableState
 
 from daf.budget.request import Budget
 from daf.core.errors import HostError
+from daf.core.replaced import replaced
 from daf.core.step_report import StepReport
 from daf.core.units import format_bytes
-from daf.integrations.pending_loss import PendingLoss, replaced
+from daf.integrations.pending_loss import PendingLoss
 from daf.session.session import Session
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
@@ -200,17 +201,11 @@ class BudgetedTrainer(Trainer):  # type: ignore[misc]
         parts = [each for each in self.model.modules() if getattr(each, _CHECKPOINTING[1], False)]
         if asked or parts:
             _logger.warning("daf: activation checkpointing is off; the plan says what is replayed")
-        try:
-            for each, name in ((self.args, name) for name in asked):
-                setattr(each, name, False)
+        with ExitStack() as stack:
+            stack.enter_context(replaced(self.args, **dict.fromkeys(asked, False)))
             for each in parts:
-                each.gradient_checkpointing = False
+                stack.enter_context(replaced(each, gradient_checkpointing=False))
             yield
-        finally:
-            for each, name in ((self.args, name) for name in asked):
-                setattr(each, name, True)
-            for each in parts:
-                each.gradient_checkpointing = True
 
 
 class SessionState(TrainerCallback, ExportableState):  # type: ignore[misc]

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
 from daf.core.policy import Site
+from daf.core.replaced import replaced
 from daf.recompute.call_inputs import HeldInput, Inputs, distinct_tensors
 from daf.recompute.call_state import CallState
 from daf.recompute.fingerprint import Fingerprint
@@ -219,11 +220,8 @@ class _Saves:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Read what a call inside saves; what others save tells nothing."""
-        self._depth += 1
-        try:
+        with replaced(self, _depth=self._depth + 1):
             yield
-        finally:
-            self._depth -= 1
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError, UnknownNameError
 from daf.core.policy import Site
+from daf.core.replaced import replaced
 from daf.recompute.call_inputs import HeldInput, Inputs, distinct_tensors
 from daf.recompute.call_state import CallState
 from daf.recompute.fingerprint import Fingerprint, Form
@@ -231,11 +232,8 @@ class Collector:
         if self._depth == 0:
             for tensor in distinct_tensors((arguments, keywords)):
                 self._collect(tensor)
-        self._depth += 1
-        try:
+        with replaced(self, _depth=self._depth + 1):
             return forward(*arguments, **keywords)
-        finally:
-            self._depth -= 1
 
     def _pack(self, tensor: Tensor) -> Tensor | None:
         if self._depth == 0:
@@ -312,15 +310,9 @@ class Replays:
     def rebuilding(self, target: Target, collector: Collector) -> Iterator[None]:
         """Run a call again inside, on whichever thread backward runs."""
         self.log.note(target.path, target.call)
-        outer, self._thread = self._thread, get_ident()
-        depth = len(self._running)
-        self._running.append(collector)
-        try:
-            with self.keeper.rebuilding(), self.watching():
-                yield
-        finally:
-            del self._running[depth:]
-            self._thread = outer
+        here = replaced(self, _thread=get_ident(), _running=[*self._running, collector])
+        with here, self.keeper.rebuilding(), self.watching():
+            yield
 
     def call(
         self, target: WatchedForward, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -338,12 +330,8 @@ class Replays:
         what = Target(target.path, target.calls, target.forward)
         call = ReplayedCall(self, what, inputs, state)
         self.keeper.note_reader(target.module, call)
-        depth = len(self._running)
-        self._running.append(call)
-        try:
+        with replaced(self, _running=[*self._running, call]):
             result = target.forward(*arguments, **keywords)
-        finally:
-            del self._running[depth:]
         call.finish(self.keeper.count)
         return result
 

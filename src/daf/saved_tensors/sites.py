@@ -14,6 +14,7 @@ from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
 
 from daf.core.policy import KEEP, Need, Site, Treatment
+from daf.core.replaced import replaced
 from daf.core.reports import SiteReport
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.modules import OwnHook
@@ -132,12 +133,8 @@ class SiteTracker:
     @contextmanager
     def at_the_top(self, thread: int = 0) -> Iterator[None]:
         """Follow a thread's module calls inside from outside of the model on; 0: none."""
-        before = self._frames, self._thread
-        self._frames, self._thread = [_Frame(None, OUTSIDE)], thread
-        try:
+        with replaced(self, _frames=[_Frame(None, OUTSIDE)], _thread=thread):
             yield
-        finally:
-            self._frames, self._thread = before
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         if get_ident() == self._thread:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from daf.core.errors import DataError
+from daf.core.replaced import replaced
 
 Indices = NDArray[np.int64]
 Batch = tuple[Tensor, ...]
@@ -98,11 +99,8 @@ class Tally:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing inside."""
-        right, answered = self.right, self.answered
-        try:
+        with replaced(self, right=self.right, answered=self.answered):
             yield
-        finally:
-            self.right, self.answered = right, answered
 
     def take_percent(self) -> float | None:
         """Return the percentage of right answers since the last call; None if there were none."""

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.core.replaced import replaced
 from daf.operators.chunked.cross_entropy import RowLoss
 from daf.operators.chunked.logits_cross_entropy import logits_cross_entropy
 from daf.operators.linear_cross_entropy import are_logits, logits_loss
@@ -42,13 +43,8 @@ class Losses:
         if self._logits_bytes == 0:
             yield
             return
-        before = _thread.inside
-        _thread.inside = (*before, self)
-        try:
-            with eagerly(), self._mode:
-                yield
-        finally:
-            _thread.inside = before
+        with replaced(_thread, inside=(*_thread.inside, self)), eagerly(), self._mode:
+            yield
 
     def unmet_bytes(self, examples: int) -> int:
         """Return, once, what another loss than the stand-in holds more of so many examples."""
