@@ -84,10 +84,8 @@ class DafStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             raise HostError("asked for a step over an iterator, which can be read once only")
         module, trainer = self.lightning_module, self.lightning_module.trainer
         session, logs = self._open_session(), _Logs(batch)
-        scaler, share = (
-            getattr(self.precision_plugin, "scaler", None),
-            trainer.accumulate_grad_batches,
-        )
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        share = trainer.accumulate_grad_batches
         step = super().training_step
 
         def loss_fn(_: nn.Module, part: Any) -> Any:

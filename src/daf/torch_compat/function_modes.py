@@ -29,10 +29,8 @@ def modes_restored() -> Iterator[None]:
 
     An interrupt can come between entering a mode and noting that it was entered.
     """
-    functions, dispatches = (
-        torch._C._len_torch_function_stack(),
-        torch._C._len_torch_dispatch_stack(),
-    )
+    functions = torch._C._len_torch_function_stack()
+    dispatches = torch._C._len_torch_dispatch_stack()
     hooks, records = _saved_tensor_hooks(), torch.is_grad_enabled()
     try:
         yield
