@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from daf.operators.operator_context import OperatorContext
 from daf.operators.protocol import FusedOperator, OperatorCall
 from daf.operators.stand_ins import METADATA, StandIns
-from daf.torch_compat.operator_mode import OperatorMode
+from daf.torch_compat.operator_mode import Arguments, Keywords, OperatorMode
 from daf.torch_compat.pytree import tensors_in_batch
 
 
@@ -28,9 +28,7 @@ class OperatorDispatch:
             for function in operator.functions:
                 self._replacing[function].append(operator)
 
-    def run(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> Any:
+    def run(self, function: Callable[..., Any], arguments: Arguments, keywords: Keywords) -> Any:
         """Run one function, or what replaces it or its result."""
         if self._context.hooks.is_replaying:  # a replayed call does the same thing again
             return self._context.hooks.run(function, arguments, keywords)

@@ -38,6 +38,7 @@ from daf.saved_tensors.packed_tensor import PackedTensor, SavedTensor
 from daf.torch_compat import autograd_graph
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler import eagerly
+from daf.torch_compat.operator_mode import Arguments, Keywords
 
 _REPEAT = "a replayed module must do the same thing again: replay other modules, or none"
 # These save a tensor and fill it afterwards.
@@ -226,7 +227,7 @@ class Collector:
         return autograd_graph.saved_tensor_hooks(self._pack, self._unpack)
 
     def run_inner(
-        self, forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+        self, forward: Callable[..., Any], arguments: Arguments, keywords: Keywords
     ) -> Any:
         """Run a replayed call inside this one, whose inputs are saves of this one."""
         if self._depth == 0:
@@ -314,9 +315,7 @@ class Replays:
         with here, self.keeper.rebuilding(), self.watching():
             yield
 
-    def call(
-        self, target: WatchedForward, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> Any:
+    def call(self, target: WatchedForward, arguments: Arguments, keywords: Keywords) -> Any:
         """Run a call of a replayed module."""
         if get_ident() != self._thread or not torch.is_grad_enabled():
             return target.forward(*arguments, **keywords)

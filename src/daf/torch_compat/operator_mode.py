@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, but in a private module
 
-# Runs a function with these arguments and keywords.
-Runner = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+Arguments = tuple[Any, ...]
+Keywords = Mapping[str, Any]
+Runner = Callable[[Callable[..., Any], Arguments, Keywords], Any]
 # The softmax of PyTorch's own composite attention, where rows of -inf alone become 0.
 safe_softmax, softmax_backward = torch._safe_softmax, torch._softmax_backward_data
 

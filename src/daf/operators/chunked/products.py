@@ -11,6 +11,7 @@ from torch import Tensor
 
 from daf.operators.chunked import weight_gradient
 from daf.operators.chunked.weight_gradient import ChunkedProduct
+from daf.operators.fused_function import Gradients
 from daf.operators.protocol import OperatorCall
 
 
@@ -36,11 +37,11 @@ class Convolution(NamedTuple):
 
     def backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         """Return the gradients of input, weight and bias."""
         bias_shape = [weight.shape[0]] if needs[2] else None
         geometry = (self.stride, self.padding, self.dilation, False, [0, 0], self.groups)
-        found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
+        found: Gradients = torch.ops.aten.convolution_backward(
             gradient, x, weight, bias_shape, *geometry, list(needs)
         )
         return found
@@ -52,9 +53,7 @@ class Linear:
     forward = staticmethod(F.linear)
 
     @staticmethod
-    def backward(
-        gradient: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
+    def backward(gradient: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> Gradients:
         """Return the gradients of input, weight and bias."""
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_x = gradient.matmul(weight) if needs[0] else None

@@ -7,7 +7,7 @@ does. Inside ``with``, ``F.cross_entropy`` of many classes runs as ``logits_cros
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from daf.operators.linear_cross_entropy import are_logits, logits_loss
 from daf.operators.protocol import OperatorCall
 from daf.torch_compat.autograd_graph import pack_hook
 from daf.torch_compat.compiler import eagerly
-from daf.torch_compat.operator_mode import OperatorMode
+from daf.torch_compat.operator_mode import Arguments, Keywords, OperatorMode
 from daf.torch_compat.pytree import tensors_inside
 
 # PyTorch's cross-entropy holds this many tensors of the logits' size more.
@@ -74,9 +74,7 @@ class Losses:
         rows = output.flatten(0, -2)
         return logits_cross_entropy(rows, rows.new_zeros(len(rows), dtype=torch.int64), RowLoss())
 
-    def _run(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> Any:
+    def _run(self, function: Callable[..., Any], arguments: Arguments, keywords: Keywords) -> Any:
         if function is not F.cross_entropy or pack_hook() is not None:  # somebody else saves for it
             return function(*arguments, **keywords)
         found = logits_loss(OperatorCall(function, arguments, keywords))
