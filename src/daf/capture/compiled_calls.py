@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 from daf.core.replaced import replaced
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler import as_the_user_wants, eagerly
-from daf.torch_compat.function_modes import push_modes, take_modes
-from daf.torch_compat.operator_mode import OperatorMode
+from daf.torch_compat.operator_mode import OperatorMode, push_modes, take_modes
 from daf.torch_compat.parameter_reads import ForwardWatch
 
 _OURS: tuple[type[TorchFunctionMode], ...] = (OperatorMode, ForwardWatch)

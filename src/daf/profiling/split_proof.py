@@ -28,8 +28,7 @@ from daf.recompute.python_state import Surroundings
 from daf.step.batch_cut import BatchCut
 from daf.step.loss_weights import ONE_BY_ONE, LossWeights, PartWeights, Weighing, parameter_names
 from daf.step.microbatch import LossFunction, WeightedLoss, read_loss, scale_gradients
-from daf.step.parameter_writes import ParameterWrites
-from daf.step.state_snapshot import StateSnapshot
+from daf.step.state_snapshot import ParameterWrites, StateSnapshot
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.compiler import eagerly
 from daf.torch_compat.modules import AnyBatchNorm

@@ -21,8 +21,7 @@ from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
 from daf.core.policy import Site
 from daf.core.replaced import replaced
-from daf.recompute.call_inputs import HeldInput, Inputs, distinct_tensors
-from daf.recompute.call_state import CallState
+from daf.recompute.call_state import CallState, HeldInput, Inputs, distinct_tensors
 from daf.recompute.fingerprint import Fingerprint
 from daf.recompute.python_state import PythonState, Surroundings
 from daf.recompute.random_state import Generators

@@ -27,8 +27,7 @@ from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError, UnknownNameError
 from daf.core.policy import Site
 from daf.core.replaced import replaced
-from daf.recompute.call_inputs import HeldInput, Inputs, distinct_tensors
-from daf.recompute.call_state import CallState
+from daf.recompute.call_state import CallState, HeldInput, Inputs, distinct_tensors
 from daf.recompute.fingerprint import Fingerprint, Form
 from daf.recompute.holder import ReplayKeeper
 from daf.recompute.random_state import Generators
