@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -214,11 +214,9 @@ class _Saves:
         self._is_undefined = False
         self._depth = 0
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self) -> AbstractContextManager[None]:
         """Read what a call inside saves; what others save tells nothing."""
-        with replaced(self, _depth=self._depth + 1):
-            yield
+        return replaced(self, _depth=self._depth + 1)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

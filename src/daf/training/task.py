@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
@@ -96,11 +96,9 @@ class Tally:
         self.right += int((right if asked is None else right & asked).sum())
         self.answered += len(targets) if asked is None else int(asked.sum())
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Count nothing inside."""
-        with replaced(self, right=self.right, answered=self.answered):
-            yield
+        return replaced(self, right=self.right, answered=self.answered)
 
     def take_percent(self) -> float | None:
         """Return the percentage of right answers since the last call; None if there were none."""
