@@ -45,9 +45,8 @@ from daf.core.policy import Policy, Site
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
 from daf.offload.host_codes import HostCodes, HostOptions
 from daf.offload.spill import SpillOptions, SpillStore
-from daf.operators.dispatch import OperatorDispatch
 from daf.operators.operator_context import OperatorContext
-from daf.operators.registry import OperatorFamilies
+from daf.operators.registry import OperatorDispatch, OperatorFamilies
 from daf.pool.device_pool import DeviceStores
 from daf.pool.paged_pool import PagedStore, make_store
 from daf.pool.store import Store

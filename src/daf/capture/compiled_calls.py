@@ -17,10 +17,10 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
+from daf.core.replaced import replaced
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler import as_the_user_wants, eagerly
-from daf.torch_compat.function_modes import push_modes, take_modes
-from daf.torch_compat.operator_mode import OperatorMode
+from daf.torch_compat.operator_mode import OperatorMode, push_modes, take_modes
 from daf.torch_compat.parameter_reads import ForwardWatch
 
 _OURS: tuple[type[TorchFunctionMode], ...] = (OperatorMode, ForwardWatch)
@@ -35,15 +35,10 @@ def apart(compiled: CompiledModules, around: Around = nullcontext) -> Iterator[N
 
     Compiled functions run eagerly. Backward passes need it too: they may run forward passes again.
     """
-    if not compiled.attributes:
-        with eagerly():
-            yield
-        return
     with eagerly(), ExitStack() as stack:
         for module, attribute in compiled.attributes.items():
-            own = getattr(module, attribute)
-            setattr(module, attribute, _wrapped(own, around))
-            stack.callback(setattr, module, attribute, own)
+            run = _wrapped(getattr(module, attribute), around)
+            stack.enter_context(replaced(module, **{attribute: run}))
         yield
 
 

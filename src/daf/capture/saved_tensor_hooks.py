@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from daf.saved_tensors.provenance import ADDITIONS, FOLLOWED, Operands
 from daf.saved_tensors.sites import SiteRecord, mix_key
 from daf.saved_tensors.state import SavedTensorState
 from daf.torch_compat import autograd_graph
+from daf.torch_compat.operator_mode import Arguments, Keywords
 from daf.torch_compat.pytree import tensors_in_batch
 
 _OUTSIDE_CALL = Call(None, (), {}, None, None)
@@ -48,8 +49,7 @@ def _weakly(pack: Callable[[Tensor], SavedTensor]) -> Callable[[Tensor], SavedTe
 class SavedTensorHooks:
     """One ``with`` of a capture: packs what is saved and settles it when its operator returns.
 
-    Raises:
-        CodecError: the policy both fuses operators and replays modules.
+    CodecError: the policy both fuses operators and replays modules.
     """
 
     def __init__(
@@ -101,9 +101,7 @@ class SavedTensorHooks:
         """True while a replayed call runs, for the first time or again."""
         return self.replays.is_running
 
-    def run(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> Any:
+    def run(self, function: Callable[..., Any], arguments: Arguments, keywords: Keywords) -> Any:
         """Run an operator, and settle what it saved when it returns."""
         operands = self._begin(function, arguments)
         first_sequence_number = autograd_graph.sequence_number()
@@ -118,7 +116,7 @@ class SavedTensorHooks:
             self._state.provenance.learn_sum(arguments, result, operands)
         return result
 
-    def _begin(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> Operands | None:
+    def _begin(self, operator: Callable[..., Any], arguments: Arguments) -> Operands | None:
         if self.watcher is not None and self._pending is None:
             self.watcher.moment()
         if self.replays.is_running:

@@ -15,8 +15,8 @@ from daf.core.units import format_bytes
 from daf.report.comparison import LEVER_COLUMNS, lever_row
 from daf.training.job import make_job
 from daf.training.models import MODELS
-from daf.training.plan_outline import outline_of
 from daf.training.settings import TrainSettings
+from daf.training.summary import outline_of
 
 WORST_SITES = 5
 _INPUTS = "daf.training.config_json:RandomInputs"

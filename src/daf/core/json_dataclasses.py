@@ -43,9 +43,12 @@ def from_plain(kind: Any, plain: Any) -> Any:
 
 
 class Resumable:
-    """A part with attributes that a resumed run needs: ``KEPT``, name to type (or None)."""
+    """A part with attributes that a resumed run needs, those that ``KEPT`` names.
 
-    KEPT: ClassVar[Mapping[str, Any]] = {}
+    The class's hints say what they are; those without one are restored as JSON has them.
+    """
+
+    KEPT: ClassVar[tuple[str, ...]] = ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs (JSON-able)."""
@@ -53,6 +56,7 @@ class Resumable:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``; other keys are ignored."""
-        for name, kind in self.KEPT.items():
+        hints = get_type_hints(type(self))
+        for name in self.KEPT:
             found = state[name]
-            setattr(self, name, None if found is None else from_plain(kind, found))
+            setattr(self, name, from_plain(hints[name], found) if name in hints else found)

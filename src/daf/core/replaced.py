@@ -1,12 +1,26 @@
-"""A function of somebody else's that is replaced while anybody listens to its calls."""
+"""What is replaced for a while: attributes, and functions that somebody listens to."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 Listener = TypeVar("Listener")
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Give an object other attributes meanwhile."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(owner)[name]
+        vars(owner).update(before)
 
 
 class Replaced(Generic[Listener]):

@@ -7,18 +7,9 @@ import re
 
 from daf.core.errors import UnitError
 
-_MULTIPLIERS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+_MULTIPLIERS = {"": 1, "B": 1}
+for _power, _prefix in enumerate("KMGT", 1):
+    _MULTIPLIERS |= {f"{_prefix}B": 1000**_power, f"{_prefix}IB": 1024**_power}
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 _DISPLAY = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from daf.budget.request import Budget
 from daf.core.errors import HostError
+from daf.core.replaced import replaced
 from daf.core.step_report import StepReport
-from daf.integrations.pending_loss import replaced
 from daf.session.session import Session
 from daf.torch_compat.pytree import tensors_in_batch
 
@@ -61,8 +61,7 @@ class DafStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def setup(self, trainer: Any) -> None:
         """Refuse what does not go through the strategy; Lightning calls this before it trains.
 
-        Raises:
-            HostError: the module optimizes manually, or has a backward pass of its own.
+        HostError: the module optimizes manually, or has a backward pass of its own.
         """
         super().setup(trainer)
         module = self.lightning_module
@@ -78,18 +77,15 @@ class DafStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's loss, whose gradient the session made.
 
-        Raises:
-            HostError: the batch is an iterator, or there is more to return than a loss of parts.
+        HostError: the batch is an iterator, or there is more to return than a loss of parts.
         """
         batch, rest = args[0], args[1:]
         if isinstance(batch, Iterator):
             raise HostError("asked for a step over an iterator, which can be read once only")
         module, trainer = self.lightning_module, self.lightning_module.trainer
         session, logs = self._open_session(), _Logs(batch)
-        scaler, share = (
-            getattr(self.precision_plugin, "scaler", None),
-            trainer.accumulate_grad_batches,
-        )
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        share = trainer.accumulate_grad_batches
         step = super().training_step
 
         def loss_fn(_: nn.Module, part: Any) -> Any:
@@ -126,8 +122,7 @@ class DafStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     ) -> Any:
         """Make the gradient first: room for the update is made when the optimizer begins.
 
-        Raises:
-            HostError: the optimizer asks for the gradient several times.
+        HostError: the optimizer asks for the gradient several times.
         """
         found = [closure()]
 
@@ -200,11 +195,7 @@ class _Logs:
             self._calls.setdefault(name, []).append((self._examples, value, args, kwargs))
 
     def returned(self, found: Any) -> Tensor:
-        """Return the loss of what ``training_step`` returned, and keep what is beside it.
-
-        Raises:
-            HostError: it returned no loss.
-        """
+        """Return the loss that ``training_step`` returned, and keep the rest; HostError: none."""
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if not isinstance(loss, Tensor):
             raise HostError(
@@ -227,11 +218,7 @@ class _Logs:
             module.log(name, value, *args, **kwargs)
 
     def beside_the_loss(self) -> dict[str, Any]:
-        """Return what the whole batch's step returned beside its loss.
-
-        Raises:
-            HostError: only parts of the batch ran.
-        """
+        """Return what the batch's step returned beside its loss; HostError if only parts ran."""
         if len(self._extras) > 1 and any(self._extras):
             raise HostError(
                 f"asked training_step for {sorted(self._extras[0])} beside the loss; found those "

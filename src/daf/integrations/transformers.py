@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,15 +20,68 @@ from transformers.trainer_callback import ExportableState
 
 from daf.budget.request import Budget
 from daf.core.errors import HostError
+from daf.core.replaced import replaced
 from daf.core.step_report import StepReport
 from daf.core.units import format_bytes
-from daf.integrations.pending_loss import PendingLoss, replaced
 from daf.integrations.preferences import IN_PAIRS, are_preferences
 from daf.session.session import Session
 from daf.torch_compat.pytree import tensors_in_batch
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 _logger = logging.getLogger("daf")
+Compute = Callable[[nn.Module, Any], Any]
+
+
+class PendingLoss:
+    """The stand-in of one loss at a time, computed only when the host asks for its gradient.
+
+    Hosts compute a loss, divide or scale it, and call backward on the result. A stand-in of value 1
+    goes through the same steps; its derivative says what they multiply the loss by.
+    """
+
+    def __init__(self) -> None:
+        self._stand_in: Tensor | None = None
+        self._compute: Compute | None = None
+        self._batch: Any = None
+
+    def ask(self, batch: Any, compute: Compute, device: torch.device) -> Tensor:
+        """Return a stand-in for ``compute(model, batch)``: a float32 scalar on ``device``.
+
+        HostError: the loss before has no gradient yet.
+        """
+        if self._stand_in is not None:
+            raise HostError(
+                "asked for a second loss before the backward pass of the first; within a budget "
+                "each loss of a step needs a backward pass of its own: return their sum"
+            )
+        self._stand_in = torch.ones((), device=device, requires_grad=True)
+        self._compute, self._batch = compute, batch
+        return self._stand_in
+
+    def take(self, loss: Tensor) -> tuple[Any, Compute]:
+        """Return the batch, and what computes the loss for which ``loss`` stands.
+
+        HostError: ``loss`` is not what was asked for, times a number.
+        """
+        stand_in, compute, batch = self._stand_in, self._compute, self._batch
+        self.forget()
+        if stand_in is None or compute is None:
+            raise HostError(
+                "asked for the gradient of a loss that did not come from the host's own loss "
+                "function, so that its memory is in no plan; compute it there"
+            )
+        (slope,) = torch.autograd.grad(loss, stand_in, allow_unused=True)
+        if slope is None or not torch.equal(slope, loss.detach()):
+            raise HostError(
+                "asked for the gradient of more than the host's own loss times a number; add other "
+                "terms inside the loss function, which is what runs within the budget"
+            )
+        factor = float(slope)
+        return batch, lambda model, part: compute(model, part) * factor
+
+    def forget(self) -> None:
+        """Drop a loss whose gradient nobody asked for."""
+        self._stand_in = self._compute = self._batch = None
 
 
 def gauge(report: StepReport) -> str:
@@ -90,8 +143,7 @@ class BudgetedTrainer(Trainer):  # type: ignore[misc]
     def bound(self, budget: Budget, options: Mapping[str, Any]) -> None:
         """Use this budget, and ``options`` of ``daf.Session``, from the next ``train`` on.
 
-        Raises:
-            HostError: it trains in several processes or on several GPUs.
+        HostError: it trains in several processes or on several GPUs.
         """
         kind = self.accelerator.distributed_type.value
         if kind != "NO" or self.args.n_gpu > 1:
@@ -207,17 +259,11 @@ class BudgetedTrainer(Trainer):  # type: ignore[misc]
         parts = [each for each in self.model.modules() if getattr(each, _CHECKPOINTING[1], False)]
         if asked or parts:
             _logger.warning("daf: activation checkpointing is off; the plan says what is replayed")
-        try:
-            for each, name in ((self.args, name) for name in asked):
-                setattr(each, name, False)
+        with ExitStack() as stack:
+            stack.enter_context(replaced(self.args, **dict.fromkeys(asked, False)))
             for each in parts:
-                each.gradient_checkpointing = False
+                stack.enter_context(replaced(each, gradient_checkpointing=False))
             yield
-        finally:
-            for each, name in ((self.args, name) for name in asked):
-                setattr(each, name, True)
-            for each in parts:
-                each.gradient_checkpointing = True
 
 
 class SessionState(TrainerCallback, ExportableState):  # type: ignore[misc]

@@ -84,14 +84,11 @@ class Backend(Protocol):
         inverse_deviation: Tensor,
         gamma: Tensor | None,
         gradients: norms.VectorGradients,
-    ) -> tuple[norms.Channels, norms.Channels]:
+    ) -> norms.Factors:
         """Return the factors of ``write_input_gradient``; write the gradients of gamma and beta."""
 
     def write_input_gradient(
-        self,
-        values: norms.Values,
-        given: norms.MaskedGradient,
-        factors: tuple[norms.Channels, norms.Channels],
+        self, values: norms.Values, given: norms.MaskedGradient, factors: norms.Factors
     ) -> None:
         """Write ``masked gradient * b.scale + a(values)``, ``factors`` (a, b), perhaps in place."""
 

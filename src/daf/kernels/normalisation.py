@@ -182,3 +182,5 @@ class RowBackward(NamedTuple):
 
 # Gradients of gamma and beta, (channels,) float32, to be written; None: not asked for.
 VectorGradients = tuple[Tensor | None, Tensor | None]
+# Of the input's gradient: of the values, and of the masked gradient, its scale alone.
+Factors = tuple[Channels, Channels]

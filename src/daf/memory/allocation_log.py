@@ -8,7 +8,7 @@ print(tracking.peak_bytes)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -40,10 +40,9 @@ STEP_EVENTS = 50_000  # the most of one step's record, at about 100 bytes each
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[History]:
     """Record inside, under the installed allocator, else its own (PlatformError if unsupported)."""
-    with ExitStack() as stack:
-        if not native.is_installed():
-            stack.enter_context(RecyclingAllocator())
-        yield stack.enter_context(History(model, capacity=STEP_EVENTS))
+    allocator = nullcontext() if native.is_installed() else RecyclingAllocator()
+    with allocator, History(model, capacity=STEP_EVENTS) as history:
+        yield history
 
 
 @contextmanager
@@ -71,11 +70,7 @@ def track(
         limit_bytes=None if limit is None else parse_bytes(limit),
     )
     tracking = Tracking(history=History(model) if history else None)
-    with ExitStack() as stack:
-        stack.enter_context(allocator)
-        stack.enter_context(tracking.watch)
-        if tracking.history is not None:
-            stack.enter_context(tracking.history)
+    with allocator, tracking.watch, tracking.history or nullcontext():
         try:
             yield tracking
         finally:

@@ -19,19 +19,10 @@ from daf.memory.statistics import Meter
 # In PyTorch's order of reading.
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _FUNCTIONS = (
-    "memory_reserved",
-    "max_memory_reserved",
-    "memory_allocated",
-    "max_memory_allocated",
-    "memory_stats",
-    "reset_peak_memory_stats",
-    "set_per_process_memory_fraction",
-    "get_per_process_memory_fraction",
-    "empty_cache",
-    "mem_get_info",
-    "get_device_properties",
-    "current_device",
-    "synchronize",
+    *("memory_reserved", "max_memory_reserved", "memory_allocated", "max_memory_allocated"),
+    *("memory_stats", "reset_peak_memory_stats", "empty_cache", "mem_get_info", "synchronize"),
+    *("set_per_process_memory_fraction", "get_per_process_memory_fraction"),
+    *("get_device_properties", "current_device"),
 )
 
 _REFUSALS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # from the driver and cuBLAS

@@ -134,10 +134,8 @@ class Keeper(ABC):
     def commit(self, needed_bytes: int) -> None:
         """Refuse nothing until ``bound``: free all that can be, count the rest as an overrun.
 
-        ``needed_bytes``: of the rest of the step; codes are evicted for them before.
-
-        Raises:
-            RuntimeError: there is no room for them; the bound stays.
+        ``needed_bytes``: of the rest of the step; codes are evicted for them before. RuntimeError:
+        there is no room for them; the bound stays.
         """
         self.reserve(needed_bytes)
         self.must_finish()

@@ -74,8 +74,7 @@ class Owners:
     def enter(self, claim: Claim) -> None:
         """Put a claim in force; does nothing if it is.
 
-        Raises:
-            PlatformError: it redirects allocations, which this system cannot do.
+        PlatformError: it redirects allocations, which this system cannot do.
         """
         with account_lock:
             if claim in self._claims and (native.is_installed() or not claim.redirects):

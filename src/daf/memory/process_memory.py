@@ -97,11 +97,7 @@ def _with_swapped(field: str) -> list[int]:
 def reset_peak() -> bool:
     """Start a new high-water mark; False where the system does not permit that."""
     try:  # opened anew: a kept descriptor may be somebody else's file by now
-        descriptor = os.open(_CLEAR_REFERENCES, os.O_WRONLY)
-        try:
-            os.write(descriptor, _RESET_PEAK_COMMAND)
-        finally:
-            os.close(descriptor)
+        _CLEAR_REFERENCES.write_bytes(_RESET_PEAK_COMMAND)
     except OSError:
         return False
     return True

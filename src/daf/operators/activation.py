@@ -36,7 +36,7 @@ from daf.core.code_format import BLOCK_ELEMENTS, block_count
 from daf.core.policy import KEEP, Method, Need, Site, Treatment
 from daf.kernels.normalisation import Channels
 from daf.operators.eligibility import autocast_objection, autograd_objection, input_objection
-from daf.operators.fused_function import FusedFunction, FusedSave
+from daf.operators.fused_function import FusedFunction, FusedSave, Gradients
 from daf.operators.fusion_table import CallSite
 from daf.operators.norms.save import computed_values
 from daf.operators.operator_context import InputHolder, OperatorContext
@@ -115,13 +115,8 @@ class SmoothHeld(FusedSave):
     def run_again(self, x: Tensor, *_parameters: Tensor | None) -> Tensor:
         return self.smooth.forward(x)
 
-    def backward(
-        self,
-        gradient: Tensor,
-        needs: Sequence[bool],  # noqa: ARG002 - one input, which needs its gradient
-        *,
-        owned: bool,
-    ) -> tuple[Tensor | None, ...]:
+    # Of one input, which needs its gradient.
+    def backward(self, gradient: Tensor, needs: Sequence[bool], *, owned: bool) -> Gradients:  # noqa: ARG002
         written = gradient if owned else self.layout.empty()
         if isinstance(self.input, Kept):
             self.smooth.backward(gradient, self.input.restore(Scratch()), written)

@@ -19,6 +19,8 @@ from daf.saved_tensors.packed_tensor import PackedTensor, saves_read_by
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.ownership import holders_of, sole_holders
 
+Gradients = tuple[Tensor | None, ...]  # of an operator's inputs; None where none is needed
+
 
 class FusedSave(PackedTensor):
     """What a fused operator holds in place of its input; backward computes gradients from it."""
@@ -30,9 +32,7 @@ class FusedSave(PackedTensor):
         self.layout = layout
 
     @abstractmethod
-    def backward(
-        self, gradient: Tensor, needs: Sequence[bool], *, owned: bool
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, gradient: Tensor, needs: Sequence[bool], *, owned: bool) -> Gradients:
         """Return the gradients of the operator's inputs; None where ``needs`` is False.
 
         Args:
@@ -47,7 +47,7 @@ class FusedSave(PackedTensor):
 
     def differentiable(
         self, gradient: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         """Return gradients that can be differentiated themselves; ``inputs``: first of all."""
         return differentiable_gradients(self.run_again, inputs, needs, gradient)
 
@@ -57,7 +57,7 @@ def differentiable_gradients(
     inputs: Sequence[Tensor | None],
     needs: Sequence[bool],
     gradient: Tensor,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """Return the gradients of ``run(*inputs)``, with their graph; None where ``needs`` is False."""
     with torch.enable_grad():
         # Views, lest one input's gradient passes through another one that it was made from.
@@ -86,11 +86,10 @@ class FusedFunction(torch.autograd.Function):
         return run()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> Gradients:
         """Compute gradients from the ``FusedSave`` that stands in place of the input.
 
-        Raises:
-            SavedTensorError: they are to have a graph, and a parameter was changed in place.
+        SavedTensorError: they are to have a graph, and a parameter was changed in place.
         """
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)

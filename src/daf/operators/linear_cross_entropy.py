@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from daf.core.replaced import replaced
 from daf.operators.chunked.cross_entropy import RowLoss, as_autocast, chunked_cross_entropy
 from daf.operators.chunked.logits_cross_entropy import logits_cross_entropy
 from daf.operators.eligibility import is_forward_mode
@@ -171,12 +172,8 @@ class LinearCrossEntropy(FusedOperator):
     @contextmanager
     def _seen_by_others(self) -> Iterator[None]:
         """Let operators inside be observed like the model's own, but not replaced here."""
-        is_active, self._is_active = self._is_active, False
-        try:
-            with self.context.seen:
-                yield
-        finally:
-            self._is_active = is_active
+        with replaced(self, _is_active=False), self.context.seen:
+            yield
 
     def _defer(self, site: CallSite, logits: Logits) -> Tensor:
         deferred = Deferred(self, site, "linear layer", logits, logits.parts)

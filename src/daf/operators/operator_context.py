@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -24,6 +24,7 @@ from daf.saved_tensors.packed_tensor import Derivation, Kept, Recipe, SavedTenso
 from daf.saved_tensors.packer import check_sound, kept_holding
 from daf.saved_tensors.sites import SiteRecord
 from daf.saved_tensors.state import SavedTensorState
+from daf.torch_compat.operator_mode import Arguments, Keywords
 from daf.torch_compat.ownership import sole_holders
 
 Held = TypeVar("Held", bound=FusedSave)
@@ -44,9 +45,7 @@ class Hooks(Protocol):
     def watcher(self) -> Watcher | None:
         """What observes operators and saves."""
 
-    def run(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> Any:
+    def run(self, function: Callable[..., Any], arguments: Arguments, keywords: Keywords) -> Any:
         """Run a function as an operator of its own, whose saves are at sites of its name."""
 
     def collecting(self) -> AbstractContextManager[list[SavedTensor]]:
@@ -151,10 +150,8 @@ class InputHolder:
     """Holds an operator's input ``x`` by the policy, in the ledger.
 
     ``is_external`` is True if plain PyTorch would hold no memory for ``x``. Plain PyTorch would
-    also save ``beside``, and make and save tensors of ``unmade_bytes``.
-
-    Raises:
-        CodecError: the policy asks for a treatment that is unsound here.
+    also save ``beside``, and make and save tensors of ``unmade_bytes``. CodecError: the policy asks
+    for a treatment that is unsound here.
     """
 
     def __init__(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from daf.operators.operator_context import OperatorContext
 from daf.operators.stand_ins import DefersResults
+from daf.torch_compat.operator_mode import Arguments, Keywords
 
 Signature = TypeVar("Signature")
 
@@ -15,8 +16,8 @@ class OperatorCall(NamedTuple):
     """A function of PyTorch that is about to run, and its arguments."""
 
     function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    keywords: Mapping[str, Any]
+    arguments: Arguments
+    keywords: Keywords
 
     @property
     def name(self) -> str:

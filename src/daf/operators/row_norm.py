@@ -33,7 +33,7 @@ from daf.kernels import RowMoments
 from daf.kernels.devices import backend_of, is_coded_on_device
 from daf.kernels.normalisation import Channels, NormOutput, RowBackward
 from daf.operators import eligibility
-from daf.operators.fused_function import FusedFunction
+from daf.operators.fused_function import FusedFunction, Gradients
 from daf.operators.fusion_table import CallSite
 from daf.operators.norms.save import NormSave, Source, reading
 from daf.operators.operator_context import InputHolder
@@ -105,9 +105,7 @@ class RowsHeld(NormSave):
             return F.layer_norm(rows, shape, weight, bias, self._epsilon).view_as(x)
         return F.rms_norm(rows, shape, weight, self._epsilon).view_as(x)
 
-    def backward(
-        self, gradient: Tensor, needs: Sequence[bool], *, owned: bool
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, gradient: Tensor, needs: Sequence[bool], *, owned: bool) -> Gradients:
         """Return the gradients of the input, weight and bias."""
         x = None
         if needs[0]:

@@ -92,8 +92,7 @@ class Deferred:
     def take(self, reader: str, *, keep: bool = False) -> Any:
         """Return the parts for computing now, and forget them unless ``keep``.
 
-        Raises:
-            FusionError: they are gone, or were changed in place since.
+        FusionError: they are gone, or were changed in place since.
         """
         if self.parts is None:
             self._refuse(f"its result is read after {reader}")
@@ -160,8 +159,7 @@ class StandIns:
     def finish(self) -> None:
         """End the step: what still lives becomes the real tensor, and is deferred no more.
 
-        Raises:
-            FusionError: one can no longer be computed.
+        FusionError: one can no longer be computed.
         """
         outlived = list(self._deferred.items())
         self._deferred.clear()

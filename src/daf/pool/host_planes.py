@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Unpack
 
 import torch
@@ -92,11 +92,9 @@ class HostPlanes:
         """End writing; the words may leave."""
         self._store.send(self._record)
 
-    @contextmanager
-    def pinned(self) -> Iterator[DevicePlanes]:
+    def pinned(self) -> AbstractContextManager[DevicePlanes]:
         """Yield the planes for reading on the current stream; they stay on the device meanwhile."""
-        with self._store.reading(self._record) as planes:
-            yield planes
+        return self._store.reading(self._record)
 
     def __del__(self) -> None:
         self._store.drop(self._record)

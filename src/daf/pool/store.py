@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypedDict, Unpack
 
 import torch
@@ -116,8 +116,7 @@ class _WholePlanes:
     def seal(self) -> None:
         """Do nothing."""
 
-    @contextmanager
-    def pinned(self) -> Iterator[PlaneView]:
-        yield PlaneView(self._fields)
+    def pinned(self) -> AbstractContextManager[PlaneView]:
+        return nullcontext(PlaneView(self._fields))
 
     filling = pinned

@@ -40,12 +40,15 @@ from daf.profiling.small_steps import (
     TIGHTEST_BITS,
     Expectation,
     StepOperators,
+    Times,
+    fastest_ms,
+    halvings,
     probe_sizes,
     sizes_within,
+    timed_ms,
 )
 from daf.profiling.split_choice import CutChooser, bytes_to_prove
 from daf.profiling.step_observer import Observer
-from daf.profiling.step_times import Times, fastest_ms, halvings, timed_ms
 from daf.profiling.terse_saves import terse_bytes
 from daf.saved_tensors.observation import Observation
 from daf.step.batch_cut import WHOLE

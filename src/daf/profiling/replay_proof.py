@@ -86,10 +86,8 @@ class _Trials:
         if not paths:
             return []
         deadline_s = self._start_s + grace * self._limits.most_ms / 1000
-        proof, start_s = (
-            ReplayProof(self._model, paths, self._limits.room_bytes, deadline_s),
-            time.thread_time(),
-        )
+        proof = ReplayProof(self._model, paths, self._limits.room_bytes, deadline_s)
+        start_s = time.thread_time()
         try:
             with proof.watching():
                 self._forward()

@@ -1,14 +1,22 @@
-"""The steps that are measured: their sizes, operators and codes."""
+"""The small steps that are measured: their sizes, operators, codes and times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from torch import nn
+
+from daf.capture.capture import Capture
 from daf.core.policy import Policy, coded_policy, with_planned_operators
+from daf.memory.domain import MemoryDomain
 from daf.profiling.split_choice import LEAST_WITH_STATISTICS
-from daf.profiling.step_times import halvings
+from daf.step.context import StepContext
+from daf.step.microbatch import read_loss
 
+TOGETHER_MS, MOST_RUNS = 20.0, 8  # a step is timed twice; a very short one more often
 # Maps a number of examples to the process's peak (bytes) in their step.
 Expectation = Callable[[int], float]
 
@@ -51,3 +59,42 @@ def sizes_within(
     sizes = sorted({*wanted, *halvings(wanted[0], least)})
     fitting = [size for size in sizes if expected(size) <= budget_bytes]
     return tuple(fitting[-len(wanted) :] or sizes[:1])
+
+
+def halvings(examples: int, least: int) -> Iterator[int]:
+    """Yield ``examples`` and its halves down to ``least``, which ends them."""
+    while examples > least:
+        yield examples
+        examples //= 2
+    yield least
+
+
+class Times(NamedTuple):
+    """``kept``: (examples, ms) with everything kept; ``coded_ms``: the largest of them coded."""
+
+    kept: tuple[tuple[int, float], ...]
+    coded_ms: float | None = None
+
+
+def fastest_ms(run: Callable[[], float]) -> float:
+    """Return the least time of some runs: disturbances only add time."""
+    found_ms: list[float] = []
+    while len(found_ms) < 2 or (sum(found_ms) < TOGETHER_MS and len(found_ms) < MOST_RUNS):
+        found_ms.append(run())
+    return min(found_ms)
+
+
+def timed_ms(
+    capture: Capture, memory: MemoryDomain, context: StepContext, policy: Policy, examples: int
+) -> float:
+    """Return the time of a step of so many examples under a policy; no gradient is left."""
+    part = context.first(examples)
+    memory.wait()
+    start_s = time.perf_counter()
+    with capture.step(policy, seed=0, step_index=0, batch=part):
+        loss = read_loss(context.loss_fn(capture.model, part), examples)
+    loss.mean.backward()  # type: ignore[no-untyped-call]
+    memory.wait()
+    passed_ms = 1000.0 * (time.perf_counter() - start_s)
+    nn.Module.zero_grad(capture.model)  # as plain code, whatever overrides it
+    return passed_ms

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.core.errors import SplitError
+from daf.core.replaced import replaced
 from daf.profiling.constant_random import ConstantRandom
 from daf.profiling.gradient_sketches import GradientSketches
 from daf.profiling.terse_saves import terse_saves
@@ -27,8 +28,7 @@ from daf.recompute.python_state import Surroundings
 from daf.step.batch_cut import BatchCut
 from daf.step.loss_weights import ONE_BY_ONE, LossWeights, PartWeights, Weighing, parameter_names
 from daf.step.microbatch import LossFunction, WeightedLoss, read_loss, scale_gradients
-from daf.step.parameter_writes import ParameterWrites
-from daf.step.state_snapshot import StateSnapshot
+from daf.step.state_snapshot import ParameterWrites, StateSnapshot
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.compiler import eagerly
 from daf.torch_compat.modules import AnyBatchNorm
@@ -263,17 +263,12 @@ class SplitProof:
         if not self._statistics:
             norms = (each for each in training if isinstance(each, AnyBatchNorm))
             quiet += (each for each in norms if each.running_mean is not None)
-        try:
+        with ExitStack() as stack:
             for each in quiet:
-                each.training = False
+                stack.enter_context(replaced(each, training=False))
             for each in dropouts:
-                each.forward = partial(_copied, each.forward)
+                stack.enter_context(replaced(each, forward=partial(_copied, each.forward)))
             yield
-        finally:
-            for each in quiet:
-                each.training = True
-            for each in dropouts:
-                vars(each).pop("forward", None)
 
 
 def _copied(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -8,7 +8,7 @@ to the whole, or do not, as with plain PyTorch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +32,7 @@ class _Codes:
     source: Source  # whose address no other storage gets meanwhile
 
 
-@contextmanager
-def terse_saves(external: Iterator[Tensor]) -> Iterator[None]:
+def terse_saves(external: Iterator[Tensor]) -> AbstractContextManager[None]:
     """Code what passes inside save, but for what lies in ``external`` tensors and stays anyway."""
     sources = Sources(Ledger())
     sources.begin_step(external)
@@ -48,8 +47,7 @@ def terse_saves(external: Iterator[Tensor]) -> Iterator[None]:
             source.remember(key, codes)
         return codes, layout_of(tensor)
 
-    with saved_tensor_hooks(pack, _read):
-        yield
+    return saved_tensor_hooks(pack, _read)
 
 
 def terse_bytes(found: Observation) -> int:

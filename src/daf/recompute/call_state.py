@@ -1,4 +1,4 @@
-"""What a module call reads besides its inputs, so that it can run again as it did.
+"""What a module call reads, so that it can run again as it did: its inputs, and the rest.
 
 That is random state, autocast state, which parts were training or frozen, buffers, and what parts
 and objects among the inputs (caches) keep in Python. A second run leaves all of it as it found it:
@@ -18,12 +18,94 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
-from daf.recompute.call_inputs import distinct_tensors
 from daf.recompute.python_state import PythonState, Undo
 from daf.recompute.random_state import Generators, RandomState
+from daf.saved_tensors.packed_tensor import PackedTensor
 from daf.torch_compat.autograd_graph import is_strided, strided_parts, version_of
 from daf.torch_compat.modules import modules_of
+from daf.torch_compat.pytree import map_nest
+
+
+class _Place(NamedTuple):
+    """The place of a tensor in the nest of a call's inputs."""
+
+    number: int
+
+
+class _Input(NamedTuple):
+    """One tensor among a call's inputs."""
+
+    held: PackedTensor
+    account: Any
+    requires_grad: bool
+    original: Callable[[], Tensor | None]
+    version: int
+
+
+class HeldInput(NamedTuple):
+    """What holds one input; ``is_exact``: it comes back bit for bit.
+
+    ``account`` keeps it counted.
+    """
+
+    held: PackedTensor
+    account: Any
+    is_exact: bool
+
+
+class Inputs:
+    """The inputs of a call, tensors held; one that appears twice is held once.
+
+    ``are_exact`` is True if all of them come back bit for bit.
+    """
+
+    def __init__(self, nest: Any, hold: Callable[[Tensor, int], HeldInput]) -> None:
+        places: dict[int, _Place] = {}
+        self._tensors: list[_Input] = []
+        self.are_exact = True
+
+        def replace(tensor: Tensor) -> _Place:
+            place = places.get(id(tensor))
+            if place is None:
+                place = places[id(tensor)] = _Place(len(self._tensors))
+                held, account, is_exact = hold(tensor, place.number)
+                self.are_exact &= is_exact
+                original = weakref.ref(tensor)
+                self._tensors.append(
+                    _Input(held, account, tensor.requires_grad, original, version_of(tensor))
+                )
+            return place
+
+        self._nest = map_nest(Tensor, replace, nest)
+
+    def restore(self, scratch: Scratch) -> Any:
+        """Return the nest, its tensors detached from the graph that made them."""
+        tensors = [
+            one.held.restore(scratch).detach().requires_grad_(one.requires_grad)
+            for one in self._tensors
+        ]
+        return map_nest(_Place, lambda place: tensors[place.number], self._nest)
+
+    def check_unchanged(self, path: str) -> None:
+        """Raise SavedTensorError if the call, which has returned, changed an input in place."""
+        for one in self._tensors:
+            tensor = one.original()
+            if tensor is not None and version_of(tensor) != one.version:
+                raise SavedTensorError(
+                    f"asked to replay {path!r}, whose forward pass modified its input of shape "
+                    f"{tuple(tensor.shape)} by an inplace operation, so that it cannot be run "
+                    "again from it; replay the module around it, or let it work out of place"
+                )
+
+
+def distinct_tensors(nest: Any) -> Iterator[Tensor]:
+    """Yield every tensor in a nest once, in order."""
+    found: dict[int, Tensor] = {}
+    map_nest(Tensor, lambda tensor: found.setdefault(id(tensor), tensor), nest)
+    return iter(found.values())
+
 
 Slot = tuple[int, str]  # the id of a module's own dictionary, and a name in it
 
@@ -158,8 +240,7 @@ class CallState:
     def finish(self, count: Count) -> None:
         """End the call: keep of its beginning only what it changed, and count those bytes.
 
-        Raises:
-            SavedTensorError: the call changed a tensor in place that cannot be restored.
+        SavedTensorError: the call changed a tensor in place that cannot be restored.
         """
         self._random = None if self._random is None else self._random.used()
         self._finish_python()
@@ -192,8 +273,7 @@ class CallState:
     def restored(self) -> Iterator[None]:
         """Restore everything as it was when the call began; at the end as it is now.
 
-        Raises:
-            SavedTensorError: a tensor of the module was changed or replaced since.
+        SavedTensorError: a tensor of the module was changed or replaced since.
         """
         self._tensors.check_unchanged()
         with ExitStack() as stack:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from daf.core.policy import Method, Need, Site, Treatment
-from daf.recompute.call_inputs import HeldInput
+from daf.recompute.call_state import HeldInput
 from daf.saved_tensors.ledger import Holding, Source
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, SavedTensor
 from daf.saved_tensors.packer import is_integer

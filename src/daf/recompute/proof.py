@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ from torch.nn.parameter import is_lazy
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
 from daf.core.policy import Site
-from daf.recompute.call_inputs import HeldInput, Inputs, distinct_tensors
-from daf.recompute.call_state import CallState
+from daf.core.replaced import replaced
+from daf.recompute.call_state import CallState, HeldInput, Inputs, distinct_tensors
 from daf.recompute.fingerprint import Fingerprint
 from daf.recompute.python_state import PythonState, Surroundings
 from daf.recompute.random_state import Generators
@@ -39,7 +39,7 @@ from daf.torch_compat.autograd_graph import (
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler import eagerly
 from daf.torch_compat.modules import modules_of
-from daf.torch_compat.operator_mode import OperatorMode
+from daf.torch_compat.operator_mode import Arguments, Keywords, OperatorMode
 
 NO_ROOM = "the budget has no room to hold what it is given while that is tried"
 NO_TIME = "trying it would take longer than the step itself"
@@ -103,9 +103,7 @@ class ReplayProof:
         with watched(self._targets), self._saves.watching():
             yield
 
-    def call(
-        self, target: WatchedForward, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> Any:
+    def call(self, target: WatchedForward, arguments: Arguments, keywords: Keywords) -> Any:
         """Run a call, and note what it found, saved and returned."""
         is_watched = get_ident() == self._thread and torch.is_grad_enabled()
         if not is_watched or not self._saves.sees or target.path in self._refusals:
@@ -216,21 +214,14 @@ class _Saves:
         self._is_undefined = False
         self._depth = 0
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self) -> AbstractContextManager[None]:
         """Read what a call inside saves; what others save tells nothing."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
+        return replaced(self, _depth=self._depth + 1)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch what is saved inside."""
-        with ExitStack() as stack:
-            stack.enter_context(OperatorMode(self._run))
-            stack.enter_context(saved_tensor_hooks(self._pack, self._unpack))
+        with OperatorMode(self._run), saved_tensor_hooks(self._pack, self._unpack):
             yield
 
     @property
@@ -242,9 +233,7 @@ class _Saves:
         """Return the fingerprints from the ``first`` on."""
         return tuple(self.found[first:])
 
-    def _run(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> Any:
+    def _run(self, function: Callable[..., Any], arguments: Arguments, keywords: Keywords) -> Any:
         self._is_undefined = function in SAVE_WHAT_IS_UNDEFINED
         return function(*arguments, **keywords)
 

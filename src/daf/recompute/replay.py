@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError, UnknownNameError
 from daf.core.policy import Site
-from daf.recompute.call_inputs import HeldInput, Inputs, distinct_tensors
-from daf.recompute.call_state import CallState
+from daf.core.replaced import replaced
+from daf.recompute.call_state import CallState, HeldInput, Inputs, distinct_tensors
 from daf.recompute.fingerprint import Fingerprint, Form
 from daf.recompute.holder import ReplayKeeper
 from daf.recompute.random_state import Generators
@@ -37,6 +37,7 @@ from daf.saved_tensors.packed_tensor import PackedTensor, SavedTensor
 from daf.torch_compat import autograd_graph
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler import eagerly
+from daf.torch_compat.operator_mode import Arguments, Keywords
 
 _REPEAT = "a replayed module must do the same thing again: replay other modules, or none"
 # These save a tensor and fill it afterwards.
@@ -71,11 +72,7 @@ class Rebuilt(PackedTensor):
         return self._value is not None
 
     def settle(self, tensor: Tensor, keeper: ReplayKeeper, site: Site) -> None:
-        """Hold what the call saved when it ran again.
-
-        Raises:
-            SavedTensorError: in the first pass it saved something else.
-        """
+        """Hold what the call saved in its second run; SavedTensorError if it is something else."""
         again = self._call.fingerprint(tensor, self.index)
         if again.form != self._first.form:
             raise SavedTensorError(
@@ -92,8 +89,7 @@ class Rebuilt(PackedTensor):
     def restore(self, scratch: Scratch) -> Tensor:
         """Return the tensor, and hold it no longer.
 
-        Raises:
-            SavedTensorError: something the call depends on was changed in place since.
+        SavedTensorError: something the call depends on was changed in place since.
         """
         self._call.replays.note_unpack()
         if self._value is None:
@@ -142,11 +138,7 @@ class ReplayedCall:
         return Fingerprint(Form.of(tensor), None)
 
     def note_difference(self, found: bool | Tensor) -> None:
-        """Note whether a save differs from the first run's; nobody waits for a device.
-
-        Raises:
-            SavedTensorError: it does.
-        """
+        """Raise SavedTensorError if a save differs from the first run's; waits for no device."""
         if isinstance(found, Tensor):
             self._differences.append(found)
         elif found:
@@ -170,9 +162,7 @@ class ReplayedCall:
         """Run the call again, which rebuilds ``wanted`` and all other handles alive.
 
         A second time in one backward pass it rebuilds that one only: the others were read already.
-
-        Raises:
-            SavedTensorError: the call saved fewer tensors than before.
+        SavedTensorError: the call saved fewer tensors than before.
         """
         task = autograd_graph.graph_task()
         again = task in (autograd_graph.NO_TASK, self._task)
@@ -236,17 +226,14 @@ class Collector:
         return autograd_graph.saved_tensor_hooks(self._pack, self._unpack)
 
     def run_inner(
-        self, forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+        self, forward: Callable[..., Any], arguments: Arguments, keywords: Keywords
     ) -> Any:
         """Run a replayed call inside this one, whose inputs are saves of this one."""
         if self._depth == 0:
             for tensor in distinct_tensors((arguments, keywords)):
                 self._collect(tensor)
-        self._depth += 1
-        try:
+        with replaced(self, _depth=self._depth + 1):
             return forward(*arguments, **keywords)
-        finally:
-            self._depth -= 1
 
     def _pack(self, tensor: Tensor) -> Tensor | None:
         if self._depth == 0:
@@ -293,8 +280,7 @@ class ReplayLog:
 class Replays:
     """The replayed modules of one entered capture, by ``paths``, and the calls that run now.
 
-    Raises:
-        UnknownNameError: the model has no such module, or it has no ``forward``.
+    UnknownNameError: the model has no such module, or it has no ``forward``.
     """
 
     def __init__(
@@ -324,19 +310,11 @@ class Replays:
     def rebuilding(self, target: Target, collector: Collector) -> Iterator[None]:
         """Run a call again inside, on whichever thread backward runs."""
         self.log.note(target.path, target.call)
-        outer, self._thread = self._thread, get_ident()
-        depth = len(self._running)
-        self._running.append(collector)
-        try:
-            with self.keeper.rebuilding(), self.watching():
-                yield
-        finally:
-            del self._running[depth:]
-            self._thread = outer
+        here = replaced(self, _thread=get_ident(), _running=[*self._running, collector])
+        with here, self.keeper.rebuilding(), self.watching():
+            yield
 
-    def call(
-        self, target: WatchedForward, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> Any:
+    def call(self, target: WatchedForward, arguments: Arguments, keywords: Keywords) -> Any:
         """Run a call of a replayed module."""
         if get_ident() != self._thread or not torch.is_grad_enabled():
             return target.forward(*arguments, **keywords)
@@ -350,12 +328,8 @@ class Replays:
         what = Target(target.path, target.calls, target.forward)
         call = ReplayedCall(self, what, inputs, state)
         self.keeper.note_reader(target.module, call)
-        depth = len(self._running)
-        self._running.append(call)
-        try:
+        with replaced(self, _running=[*self._running, call]):
             result = target.forward(*arguments, **keywords)
-        finally:
-            del self._running[depth:]
         call.finish(self.keeper.count)
         return result
 

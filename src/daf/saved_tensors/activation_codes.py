@@ -26,12 +26,6 @@ PLANNED_BITS = (2, 3, 4)  # of ``plan.coded_policy``
 _Function = Callable[[Tensor], Tensor]
 # Inputs that lines are fitted to, a thousand times denser in the middle than at the ends.
 _RANGE, _BEND, _PLACES = 100.0, 7.6, 25_600
-_PARAMETERS = {
-    "GeluBackward0": ("approximate",),
-    "SoftplusBackward0": ("beta", "threshold"),
-    "EluBackward0": ("alpha", "scale", "input_scale"),
-    "CeluBackward0": ("alpha",),
-}
 _SAVES_RESULT = frozenset({"SigmoidBackward0", "TanhBackward0"})
 
 
@@ -51,23 +45,23 @@ def smooth_code(node: Any, bits: int) -> SmoothCode | None:
         torch.autocast("cpu", enabled=False),
         torch.enable_grad(),
     ):
-        slots = _PARAMETERS.get(name, ())
-        found = (saved_value(node, slot) for slot in slots)
+        found = (saved_value(node, slot) for slot in _ACTIVATIONS[name][1])
         parameters = tuple(each if isinstance(each, str) else float(each) for each in found)
         _find_planned(name, parameters)
         return _code(name, parameters, bits)
 
 
-_ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
-    "GeluBackward0": lambda x, approximate: F.gelu(x, approximate=approximate),
-    "SiluBackward0": F.silu,
-    "MishBackward0": F.mish,
-    "HardswishBackward0": F.hardswish,
-    "SigmoidBackward0": torch.sigmoid,
-    "TanhBackward0": torch.tanh,
-    "SoftplusBackward0": F.softplus,
-    "CeluBackward0": F.celu,
-    "EluBackward0": torch.ops.aten.elu,
+# By node: the function, and its parameters as the node saves them.
+_ACTIVATIONS: Mapping[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "GeluBackward0": (lambda x, approximate: F.gelu(x, approximate=approximate), ("approximate",)),
+    "SiluBackward0": (F.silu, ()),
+    "MishBackward0": (F.mish, ()),
+    "HardswishBackward0": (F.hardswish, ()),
+    "SigmoidBackward0": (torch.sigmoid, ()),
+    "TanhBackward0": (torch.tanh, ()),
+    "SoftplusBackward0": (F.softplus, ("beta", "threshold")),
+    "CeluBackward0": (F.celu, ("alpha",)),
+    "EluBackward0": (torch.ops.aten.elu, ("alpha", "scale", "input_scale")),
 }
 
 
@@ -81,9 +75,8 @@ def _find_planned(name: str, parameters: tuple[Any, ...]) -> None:
 
 @cache
 def _code(name: str, parameters: tuple[Any, ...], bits: int) -> SmoothCode | None:
-
     def function(x: Tensor) -> Tensor:
-        return _ACTIVATIONS[name](x, *parameters)
+        return _ACTIVATIONS[name][0](x, *parameters)
 
     bent = np.sinh(_BEND * np.linspace(-1.0, 1.0, _PLACES)) / math.sinh(_BEND)
     grid = torch.from_numpy(_RANGE * bent)

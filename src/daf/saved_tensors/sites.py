@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import get_ident
@@ -14,6 +14,7 @@ from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
 
 from daf.core.policy import KEEP, Need, Site, Treatment
+from daf.core.replaced import replaced
 from daf.core.reports import SiteReport
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.modules import OwnHook
@@ -129,15 +130,9 @@ class SiteTracker:
             yield module.register_forward_pre_hook(OwnHook(self._enter))
             yield module.register_forward_hook(OwnHook(self._leave), always_call=True)
 
-    @contextmanager
-    def at_the_top(self, thread: int = 0) -> Iterator[None]:
+    def at_the_top(self, thread: int = 0) -> AbstractContextManager[None]:
         """Follow a thread's module calls inside from outside of the model on; 0: none."""
-        before = self._frames, self._thread
-        self._frames, self._thread = [_Frame(None, OUTSIDE)], thread
-        try:
-            yield
-        finally:
-            self._frames, self._thread = before
+        return replaced(self, _frames=[_Frame(None, OUTSIDE)], _thread=thread)
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         if get_ident() == self._thread:

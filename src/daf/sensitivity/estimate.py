@@ -242,15 +242,11 @@ class _Measurement:
 
     def _sketch_micro_batches(self) -> list[Tensor]:
         """Return micro-batches' gradients without codes."""
-        parts, chunk_bytes, chunked = (
-            self._micro_batches(),
-            self.policy.chunk_bytes,
-            self.policy.chunked,
-        )
+        parts, chunk_bytes = self._micro_batches(), self.policy.chunk_bytes
         if chunk_bytes and parts:
             share = self._cut.size(parts[0]) / self._cut.size(self.batch)
             chunk_bytes = max(1, int(chunk_bytes * share))
-        exact = with_chunked_operators(exact_policy(), chunk_bytes, chunked=chunked)
+        exact = with_chunked_operators(exact_policy(), chunk_bytes, chunked=self.policy.chunked)
         return [self.passes.sketch(part, exact) for part in parts]
 
     def _batch_variance(self) -> tuple[float | None, float]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -99,12 +99,7 @@ class SensitivityTracker(Resumable):
     ``known``: what an earlier run of the same model found; True: nothing; False: never measure.
     """
 
-    KEPT: ClassVar[Mapping[str, Any]] = {
-        "sensitivity": Sensitivity,
-        "measurements": int,
-        "schedule": Schedule,
-        "last_ms": float,
-    }
+    KEPT = ("sensitivity", "measurements", "schedule", "last_ms")
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -115,6 +110,7 @@ class SensitivityTracker(Resumable):
     is_measuring: bool = False
     refusal: str = ""
     last_ms: float | None = None
+    sensitivity: Sensitivity | None = field(init=False)
 
     def __post_init__(self, known: Sensitivity | bool) -> None:
         self.sensitivity = self._usable(None if isinstance(known, bool) else known)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from daf.capture.capture import Capture
 from daf.core.json_dataclasses import Resumable
@@ -20,9 +19,7 @@ class StepCounters(Resumable):
     ``saved_bytes_plain``: plain PyTorch's peak for the whole batch; ``saved_bytes_peak``: ours.
     """
 
-    KEPT: ClassVar[Mapping[str, Any]] = dict.fromkeys(
-        ("step_index", "saved_bytes_plain", "saved_bytes_peak", "evicted_bytes", "peak_bytes"), int
-    )
+    KEPT = ("step_index", "saved_bytes_plain", "saved_bytes_peak", "evicted_bytes", "peak_bytes")
 
     def __init__(self, capture: Capture, memory: MemoryDomain, release: GradientRelease) -> None:
         self._capture = capture

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple
 
 from daf.core.json_dataclasses import Resumable
 from daf.core.plan import Plan
@@ -160,19 +161,13 @@ class PlanAutotuner(Resumable):
     ``may_try`` is False once memory was refused to a plan that was trusted to fit.
     """
 
-    KEPT: ClassVar[Mapping[str, Any]] = {
-        "trial": Trial,
-        "finalists": tuple[Plan, ...],
-        "factors": Mapping[PlanKind, float],
-        "may_try": bool,
-    }
+    KEPT = ("trial", "finalists", "factors", "may_try")
 
-    def __init__(self) -> None:
-        self.trial: Trial | None = None
-        self.finalists: tuple[Plan, ...] = ()
-        self.factors: Mapping[PlanKind, float] = {}
-        self.may_try = True
-        self._held_bytes: int | None = None
+    trial: Trial | None = None
+    finalists: tuple[Plan, ...] = ()
+    factors: Mapping[PlanKind, float] = MappingProxyType({})
+    may_try: bool = True
+    _held_bytes: int | None = None
 
     @property
     def is_settled(self) -> bool:

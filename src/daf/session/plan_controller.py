@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from daf.core.errors import BudgetError, OtherPathError
 from daf.core.json_dataclasses import Resumable
@@ -47,9 +47,7 @@ class PlanController(Resumable):
     returns what execution can carry out now.
     """
 
-    KEPT: ClassVar[Mapping[str, Any]] = dict.fromkeys(
-        ("planned_for_bytes", "uncut_examples", "planned_budget_bytes", "predicted_peak_bytes"), int
-    )
+    KEPT = ("planned_for_bytes", "uncut_examples", "planned_budget_bytes", "predicted_peak_bytes")
 
     selector: PlanSelector
     step_profiles: StepProfiles

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -74,19 +74,15 @@ class PlanSelector(Resumable):
     ``profiles``: None where nothing is planned.
     """
 
-    KEPT: ClassVar[Mapping[str, Any]] = {
-        "plan": Plan,
-        "first": Plan,
-        "profiles": Profiles,
-        "evidence": PeakMeasurement,
-    }
+    KEPT = ("plan", "first", "profiles", "evidence")
+
+    plan: Plan | None = None
+    first: Plan | None = None
+    profiles: Profiles | None = None
+    evidence: PeakMeasurement | None = None
 
     def __init__(self, constraints: planner.Constraints) -> None:
         self.constraints = constraints
-        self.profiles: Profiles | None = None
-        self.plan: Plan | None = None
-        self.first: Plan | None = None
-        self.evidence: PeakMeasurement | None = None
         self.autotuner = PlanAutotuner()
         self.reweighed_ms = 0.0  # processor time of ended searches by new sensitivities
         self._search: BackgroundPlan | None = None

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,14 +43,7 @@ class DivergenceWatch(Resumable):
     once ``patience`` steps have passed without a spike.
     """
 
-    KEPT: ClassVar[Mapping[str, Any]] = {
-        "good_step": int,
-        "reason": str,
-        "losses": tuple[float, ...],
-        "spikes": int,
-        "calm_since": int,
-        "has_rolled_back": bool,
-    }
+    KEPT = ("good_step", "reason", "losses", "spikes", "calm_since", "has_rolled_back")
 
     window: int = 50
     deviations: float = 8.0
@@ -135,8 +127,7 @@ class Rollback:
     def note(self, step_index: int, loss: float) -> bool:
         """Take in a step's loss before its update; True if it is time to go back.
 
-        Raises:
-            DivergedError: the run diverged again, or before there was a good state.
+        DivergedError: the run diverged again, or before there was a good state.
         """
         if not self.is_on:
             return False

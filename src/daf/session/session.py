@@ -26,8 +26,7 @@ from daf.planning.policies import strategy_named
 from daf.profiling.model_memory import parameter_bytes
 from daf.sensitivity.result import Sensitivity
 from daf.session import arguments
-from daf.session.factory import make_parts
-from daf.session.readings import SessionReadings
+from daf.session.parts import SessionReadings, make_parts
 from daf.step.batch_cut import BatchDim
 from daf.step.context import StepContext
 from daf.step.dry_run import build_lazy
@@ -36,7 +35,7 @@ from daf.step.gradient_release import ReleaseMode
 from daf.step.microbatch import LossFunction, check_loss
 from daf.step.splitting import Split, Splitting, proof_key
 from daf.torch_compat import compiler
-from daf.torch_compat.function_modes import modes_restored
+from daf.torch_compat.operator_mode import modes_restored
 from daf.torch_compat.out_of_memory import out_of_memory
 
 

@@ -53,8 +53,7 @@ class StepProfiles:
     def refuse_without_room(self, budget_bytes: int) -> None:
         """Refuse a hopeless budget where the machine has no room to measure what it would need.
 
-        Raises:
-            BudgetError: what is held with the gradients alone exceeds the budget.
+        BudgetError: what is held with the gradients alone exceeds the budget.
         """
         gradients = gradient_bytes(self.model)
         least, enough = self.memory.held_bytes() + gradients, ROOM_TO_MEASURE * gradients

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from daf.capture.capture import Capture
 from daf.core import errors
 from daf.core.plan import Plan
+from daf.core.replaced import replaced
 from daf.core.step_report import StepReport
 from daf.memory.keeper import Keeper
 from daf.planning.bit_widths import is_lossy
@@ -314,13 +315,9 @@ class StepRunner:
         plan = self.plan_controller.selector.plan
         if plan is None or plan.return_freed_blocks:
             self.retries.capture.release_scratch()
-        self.is_updating = True
-        try:
-            with self.keeper.unbounded(needed_bytes):
-                yield
-                self.rollback.save_if_good()
-        finally:
-            self.is_updating = False
+        with replaced(self, is_updating=True), self.keeper.unbounded(needed_bytes):
+            yield
+            self.rollback.save_if_good()
 
     def clip(self, max_grad_norm: float | None) -> float | None:
         """Clip the gradient, as ``Session.step`` says; return the norm before, if asked to."""

@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as optimizers
 
 from daf.session.step_runner import StepRunner
 from daf.torch_compat.modules import parameters_of
@@ -52,8 +49,8 @@ class UsersUpdates:
             if optimizer in outermost:
                 begun.close()
 
-        self._hooks.enter_context(register_optimizer_step_pre_hook(before))
-        self._hooks.enter_context(register_optimizer_step_post_hook(after))
+        self._hooks.enter_context(optimizers.register_optimizer_step_pre_hook(before))
+        self._hooks.enter_context(optimizers.register_optimizer_step_post_hook(after))
         weakref.finalize(self, self._hooks.close).atexit = False
 
     def close(self) -> None:

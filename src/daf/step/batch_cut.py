@@ -136,10 +136,8 @@ def possible_cuts(batch: Any, batch_dim: BatchDim = None) -> Iterator[BatchCut]:
 
     Without ``batch_dim`` examples are the first dimension that most tensors share. Then a tensor of
     that length by chance (weights of classes, a table) is left whole: floating-point vectors
-    first, then all floating-point tensors but the largest.
-
-    Raises:
-        DataError: the batch has no such dimension as ``batch_dim`` says.
+    first, then all floating-point tensors but the largest. DataError: the batch has no such
+    dimension as ``batch_dim`` says.
     """
     tensors = tensors_in_batch(batch)
     if batch_dim is not None:

@@ -6,7 +6,7 @@ the logits of many classes, whose loss holds them once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,7 +21,7 @@ from daf.step.batch_cut import BatchCut
 from daf.step.microbatch import LossFunction, likely_cut
 from daf.step.state_snapshot import preserved_state
 from daf.torch_compat.modules import OwnHook, modules_of
-from daf.torch_compat.operator_mode import OperatorMode
+from daf.torch_compat.operator_mode import Arguments, Keywords, OperatorMode
 
 EXAMPLES = 4  # batch statistics need several; tensors of fewer elements are not worth fusing
 
@@ -81,8 +81,6 @@ def _on_few(forward: Callable[[Any], Any], batch: Any, examples: int, cut: Batch
         forward(batch)
 
 
-def _run(
-    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> Any:
+def _run(function: Callable[..., Any], arguments: Arguments, keywords: Keywords) -> Any:
     found = logits_loss(OperatorCall(function, arguments, keywords))
     return function(*arguments, **keywords) if found is None else found

@@ -19,6 +19,7 @@ from daf.codecs.ranges import all_finite
 from daf.core.errors import NonFiniteLossError, OtherPathError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
+from daf.core.replaced import replaced
 from daf.kernels.devices import is_processor
 from daf.memory.keeper import Keeper
 from daf.recompute.python_state import Surroundings
@@ -171,14 +172,10 @@ class GradientStep:
         0 if it releases no gradients. ``state_bytes``: of optimizer state to come; raises as
         ``run``.
         """
-        self.is_dry_run = True
         self._on_commit = self.keeper.begin_need
-        try:
-            with self.release.rehearsing(state_bytes):
-                self.run(context, plan, snapshot, planned=True)
-                return self.keeper.need_bytes() if self.release.is_active else 0
-        finally:
-            self.is_dry_run = False
+        with replaced(self, is_dry_run=True), self.release.rehearsing(state_bytes):
+            self.run(context, plan, snapshot, planned=True)
+            return self.keeper.need_bytes() if self.release.is_active else 0
 
     def _reads_first(self, snapshot: StepSnapshot) -> bool:
         """True if losses are read before backward; on a device, only where backward may update."""
@@ -192,15 +189,11 @@ class GradientStep:
         """Find in the first step what may be fused; larger tensors show it in the second."""
         if not policy.fused or self._knows_fusions:
             return
-        was_dry, self.is_dry_run = self.is_dry_run, True
-        try:
-            if not self.capture.fusions():
-                cut = context.choice.cut
-                batch, loss_fn = context.batch, context.loss_fn
+        if not self.capture.fusions():
+            cut, batch, loss_fn = context.choice.cut, context.batch, context.loss_fn
+            with replaced(self, is_dry_run=True):
                 dry_run(self.capture, self.model, policy, batch, loss_fn, cut=cut)
-            self._knows_fusions = True
-        finally:
-            self.is_dry_run = was_dry
+        self._knows_fusions = True
 
     def _forward(
         self,

@@ -333,9 +333,8 @@ class PartWeights:
     def check(self) -> None:
         """Look at the divisors of all parts, when their backward passes have been asked for.
 
-        Raises:
-            SplitError: the loss operators divide by what the proof did not know, or parts took
-                branches to other parameters, of which the whole batch takes one.
+        SplitError: the loss operators divide by what the proof did not know, or parts took branches
+        to other parameters, of which the whole batch takes one.
         """
         if len(self._ways) > 1 and len(self._branches) > 1:
             raise SplitError("its parts take different ways through the model")

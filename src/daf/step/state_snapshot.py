@@ -1,23 +1,34 @@
-"""Snapshots of what a pass may change: random states, a model's buffers and its Python state."""
+"""Snapshots of what a pass may change: random states, buffers, Python state, parameters too."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from daf.core.errors import CommittedStepError
 from daf.memory.process_memory import CPU
 from daf.recompute.python_state import PythonState, Surroundings
 from daf.recompute.random_state import Generators
-from daf.step.parameter_writes import ParameterWrites
-from daf.torch_compat.autograd_graph import is_strided, version_of
+from daf.torch_compat.autograd_graph import (
+    is_strided,
+    storage_address,
+    version_of,
+    without_torch_function,
+)
 from daf.torch_compat.modules import modules_of
+from daf.torch_compat.pytree import tensors_in_batch
+
+_WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"} | {
+    *("__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
+}
 
 
 class StateSnapshot:
@@ -92,6 +103,53 @@ def _hooks_of(modules: list[nn.Module]) -> Iterator[dict[int, Any]]:
 def _is_ours(hook: Any) -> bool:
     function = getattr(hook, "func", hook)  # of a partial
     return str(getattr(function, "__module__", "")).startswith("daf.")
+
+
+class ParameterWrites(TorchFunctionMode):
+    """Copies a model's parameters before operators inside write them; ``restore`` undoes that.
+
+    A forward pass itself may: a teacher's follow the student's, say.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        strided = filter(is_strided, model.parameters())
+        self._unwritten = {storage_address(each): each for each in strided}
+        self.written: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its memory, values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator; PyTorch calls this."""
+        kwargs = kwargs or {}
+        if _is_writing(func) or "out" in kwargs:
+            with without_torch_function():
+                first = args[:1] or dict(kwargs)
+                for each in tensors_in_batch((first, kwargs.get("out"))):
+                    self._note(each)
+        return func(*args, **kwargs)
+
+    def _note(self, tensor: Tensor) -> None:
+        if is_strided(tensor):
+            parameter = self._unwritten.pop(storage_address(tensor), None)
+            if parameter is not None:
+                data = parameter.data
+                self.written.append((parameter, data, data.clone()))
+
+    def restore(self) -> None:
+        """Give every parameter that was written its memory and values back."""
+        with torch.no_grad():
+            for parameter, data, values in self.written:
+                data.copy_(values)
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
+
+
+@lru_cache(maxsize=4096)
+def _is_writing(function: Callable[..., Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    if name == "__set__":
+        return bool(function == Tensor.data.__set__)  # type: ignore[attr-defined]
+    in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return in_place or name in _WRITING
 
 
 @contextmanager

@@ -48,10 +48,7 @@ class UserGradients:
         """Clear the gradients of the step before; add the user's after the body, or restore them.
 
         Yields True if there are any of the user's. ``leaves_to_user``: what the body adds is theirs
-        from then on.
-
-        Raises:
-            AccumulatedGradientError: the user has added to what the step before left.
+        from then on. AccumulatedGradientError: the user has added to what the step before left.
         """
         self.elsewhere = elsewhere
         found = self._with_gradients(parameters)

@@ -1,8 +1,9 @@
-"""Modes that see operators, and copies of PyTorch's functions for use inside them."""
+"""Modes that see operators, their stacks, and copies of PyTorch's functions for use inside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, but in a private module
 
-# Runs a function with these arguments and keywords.
-Runner = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+Arguments = tuple[Any, ...]
+Keywords = Mapping[str, Any]
+Runner = Callable[[Callable[..., Any], Arguments, Keywords], Any]
 # The softmax of PyTorch's own composite attention, where rows of -inf alone become 0.
 safe_softmax, softmax_backward = torch._safe_softmax, torch._softmax_backward_data
 
@@ -45,6 +47,45 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def take_modes() -> list[Any]:
+    """Pop all modes; returns them, the lowest first."""
+    taken = []
+    while torch._C._len_torch_function_stack():
+        taken.append(torch._C._pop_torch_function_stack())
+    return taken[::-1]
+
+
+def push_modes(modes: list[Any]) -> None:
+    """Push modes, the first lowest."""
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+@contextmanager
+def modes_restored() -> Iterator[None]:
+    """Leave the thread's stacks, and whether it records gradients, as they were before the body.
+
+    An interrupt can come between entering a mode and noting that it was entered.
+    """
+    functions = torch._C._len_torch_function_stack()
+    dispatches = torch._C._len_torch_dispatch_stack()
+    hooks, records = _saved_tensor_hooks(), torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        while torch._C._len_torch_function_stack() > functions:
+            torch._C._pop_torch_function_stack()
+        while torch._C._len_torch_dispatch_stack() > dispatches:
+            torch._C._pop_torch_dispatch_stack()
+        while (top := _saved_tensor_hooks()) is not None and top != hooks:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch.set_grad_enabled(records)
+
+
+def _saved_tensor_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def with_globals(function: Any, name: str | None = None, **replaced: Any) -> Callable[..., Any]:

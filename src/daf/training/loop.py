@@ -27,10 +27,9 @@ from daf.training.callbacks import Observer, StepRecord
 from daf.training.checkpoint_clock import CheckpointClock
 from daf.training.job import TrainingJob, checked_device, make_job
 from daf.training.memory_log import MemoryLog
-from daf.training.plan_outline import write_plan_records
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
-from daf.training.summary import summarize
+from daf.training.summary import summarize, write_plan_records
 
 HISTORY_STEP = 2  # from 0: the first after the plan has settled and optimizer state exists
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from daf.core.errors import DataError
+from daf.core.replaced import replaced
 
 Indices = NDArray[np.int64]
 Batch = tuple[Tensor, ...]
@@ -95,14 +96,9 @@ class Tally:
         self.right += int((right if asked is None else right & asked).sum())
         self.answered += len(targets) if asked is None else int(asked.sum())
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Count nothing inside."""
-        right, answered = self.right, self.answered
-        try:
-            yield
-        finally:
-            self.right, self.answered = right, answered
+        return replaced(self, right=self.right, answered=self.answered)
 
     def take_percent(self) -> float | None:
         """Return the percentage of right answers since the last call; None if there were none."""

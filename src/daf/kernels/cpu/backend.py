@@ -99,7 +99,7 @@ class CpuBackend(Backend):
         inverse_deviation: Tensor,
         gamma: Tensor | None,
         gradients: norms.VectorGradients,
-    ) -> tuple[norms.Channels, norms.Channels]:
+    ) -> norms.Factors:
         channels, inner, _ = geometry
         scale, shift, of_gradient = torch.empty(3, channels, dtype=torch.float32).unbind()
         vectors = (*sums, inverse_deviation, gamma, scale, shift, of_gradient, *gradients)
@@ -107,10 +107,7 @@ class CpuBackend(Backend):
         return norms.Channels(scale, shift, inner), norms.Channels(of_gradient, of_gradient, inner)
 
     def write_input_gradient(
-        self,
-        values: norms.Values,
-        given: norms.MaskedGradient,
-        factors: tuple[norms.Channels, norms.Channels],
+        self, values: norms.Values, given: norms.MaskedGradient, factors: norms.Factors
     ) -> None:
         of_value, of_gradient = factors
         _read_values(values, gradient=given, of_value=of_value, of_gradient=of_gradient)

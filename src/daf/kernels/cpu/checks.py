@@ -56,11 +56,7 @@ def check_borders(address: int, count: int) -> None:
 
 
 def checked_table(name: str, table: Tensor | None, entries: int) -> Tensor:
-    """Return a contiguous float32 table of so many entries.
-
-    Raises:
-        KernelError: it is none, or another.
-    """
+    """Return a table that is contiguous float32 of so many entries; KernelError if it is not."""
     if (
         table is None
         or table.dtype != torch.float32

@@ -16,11 +16,11 @@ from daf.core.code_format import BLOCK_ELEMENTS, block_count
 from daf.kernels import Codec
 from daf.kernels.backend import PART_BYTES, Backend
 from daf.kernels.normalisation import (
-    Channels,
     CodedValues,
     Decoding,
     ElementCode,
     Encoding,
+    Factors,
     Geometry,
     KeptValues,
     MaskedGradient,
@@ -93,9 +93,7 @@ class TritonBackend(Backend):
             sums.add(part, mask)
         return sums.totals()
 
-    def write_input_gradient(
-        self, values: Values, given: MaskedGradient, factors: tuple[Channels, Channels]
-    ) -> None:
+    def write_input_gradient(self, values: Values, given: MaskedGradient, factors: Factors) -> None:
         assert given.written is not None
         of_value, of_gradient = factors
         items, out, mask = _items(given.gradient), _items(given.written), given.mask

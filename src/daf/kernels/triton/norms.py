@@ -20,6 +20,7 @@ from daf.kernels.cpu.checks import check_row_length
 from daf.kernels.normalisation import (
     Channels,
     Decoding,
+    Factors,
     Geometry,
     NormOutput,
     RowBackward,
@@ -197,7 +198,7 @@ def channel_factors(
     inverse_deviation: Tensor,
     gamma: Tensor | None,
     gradients: VectorGradients,
-) -> tuple[Channels, Channels]:
+) -> Factors:
     """Return the factors of ``write_gradient``; write gradients of gamma and beta."""
     channels, inner, _ = geometry
     of_value, offset, of_gradient = _vectors(3, sums)

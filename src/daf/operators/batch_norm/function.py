@@ -28,7 +28,7 @@ from daf.codecs.layout import layout_of
 from daf.kernels import normalisation as norms
 from daf.kernels.devices import backend_of
 from daf.operators import eligibility
-from daf.operators.fused_function import FusedFunction
+from daf.operators.fused_function import FusedFunction, Gradients
 from daf.operators.norms.save import NormSave, Source, reading
 from daf.operators.operator_context import InputHolder
 from daf.saved_tensors.ledger import Holding
@@ -88,7 +88,7 @@ class NormHeld(NormSave):
 
     def differentiable(
         self, gradient: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         """Return gradients that can be differentiated themselves, the addend's too."""
         if self.mask is not None:
             passed = self.layout.empty()
@@ -97,9 +97,7 @@ class NormHeld(NormSave):
         addend = gradient if needs[3] else None
         return (*super().differentiable(gradient, inputs, needs[:3]), addend)
 
-    def backward(
-        self, gradient: Tensor, needs: Sequence[bool], *, owned: bool
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, gradient: Tensor, needs: Sequence[bool], *, owned: bool) -> Gradients:
         """Return the gradients of the input, weight, bias and addend."""
         values, backend = self.read_values(), backend_of(gradient)
         mask = self.mask.content if self.mask else None

@@ -164,8 +164,7 @@ class BatchNormOperator(FusedOperator):
     ) -> Tensor:
         """Run the operator; ``rectifier`` is the ReLU function, if one comes last.
 
-        Raises:
-            CodecError: the policy asks for a treatment that is unsound here.
+        CodecError: the policy asks for a treatment that is unsound here.
         """
         context, state = self.context, self.context.state
         owned = is_held_by_none_but(norm)

@@ -28,7 +28,7 @@ from torch import Tensor
 from daf.core.policy import Need
 from daf.operators.chunked import weight_gradient
 from daf.operators.eligibility import autograd_objection, is_plain
-from daf.operators.fused_function import differentiable_gradients
+from daf.operators.fused_function import Gradients, differentiable_gradients
 from daf.operators.protocol import OperatorCall
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.operator_mode import safe_softmax, softmax_backward, with_globals
@@ -36,6 +36,8 @@ from daf.torch_compat.operator_mode import safe_softmax, softmax_backward, with_
 # Of a chunk of other operators: with weights of 2 MiB at a time, which stay in a cache, forward and
 # backward of 64 x 8 heads of 128 x 128 took 137 ms, with 8 MiB 144, PyTorch's composite 162.
 _PARTS = 4
+# Of q, k, v, dropout's bits and the mask.
+_Chunk = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 _DROPOUT_PLACE = list(signature(F.multi_head_attention_forward).parameters).index("dropout_p")
 
 
@@ -86,12 +88,7 @@ class _Attention(NamedTuple):
         """Return the factors by which dropout multiplies weights, from its bits."""
         return kept.to(dtype).div_(1 - self.probability)
 
-    def backward(
-        self,
-        gradient: Tensor,
-        chunk: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(self, gradient: Tensor, chunk: _Chunk, needs: Sequence[bool]) -> Gradients:
         """Return the gradients of a chunk's q, k and v."""
         q, k, v, kept, mask = chunk
         scaled_q, scaled_k = q * self.scale, k * self.scale
@@ -140,7 +137,7 @@ class ChunkedAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
         """Return the gradients; compute the weights again, chunk by chunk."""
         with without_torch_function():
             saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
@@ -180,9 +177,7 @@ def _chunks(kept: Tensor, chunk_bytes: int) -> list[tuple[int, int]]:
     return weight_gradient.chunks_of((*kept.shape, _PARTS), chunk_bytes)
 
 
-def _part(
-    saved: Sequence[Tensor], first: int, last: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def _part(saved: Sequence[Tensor], first: int, last: int) -> _Chunk:
     query, key, value, kept, mask = saved
     is_shared = mask.dim() < 4 or mask.shape[0] == 1
     seen = None if mask.numel() == 0 else mask if is_shared else mask[first:last]

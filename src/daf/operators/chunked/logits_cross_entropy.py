@@ -59,10 +59,8 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         with without_torch_function():
             size = _rows_in_chunk(logits)
             parts = zip(torch.split(logits, size), torch.split(target, size), strict=True)
-            return (
-                _scale_of(target, loss)
-                * torch.stack([_plain(*part, summed) for part in parts]).sum()
-            )
+            total = torch.stack([_plain(*part, summed) for part in parts]).sum()
+            return _scale_of(target, loss) * total
 
     @staticmethod
     def backward(ctx: Any, incoming: Tensor) -> Any:

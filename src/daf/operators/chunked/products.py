@@ -1,17 +1,23 @@
-"""Convolutions and linear layers whose backward goes through the batch a chunk at a time."""
+"""Convolutions and linear layers whose backward goes through the batch a chunk at a time.
+
+Last, the registry's entry of all operators that do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial, update_wrapper
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daf.operators.chunked import weight_gradient
+from daf.core.policy import CHUNKED
+from daf.operators.chunked import attention, products, weight_gradient
 from daf.operators.chunked.weight_gradient import ChunkedProduct
-from daf.operators.protocol import OperatorCall
+from daf.operators.fused_function import Gradients
+from daf.operators.protocol import FusedOperator, OperatorCall
 
 
 class ChunkedConvolution(ChunkedProduct):
@@ -36,11 +42,11 @@ class Convolution(NamedTuple):
 
     def backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         """Return the gradients of input, weight and bias."""
         bias_shape = [weight.shape[0]] if needs[2] else None
         geometry = (self.stride, self.padding, self.dilation, False, [0, 0], self.groups)
-        found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
+        found: Gradients = torch.ops.aten.convolution_backward(
             gradient, x, weight, bias_shape, *geometry, list(needs)
         )
         return found
@@ -52,9 +58,7 @@ class Linear:
     forward = staticmethod(F.linear)
 
     @staticmethod
-    def backward(
-        gradient: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
+    def backward(gradient: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> Gradients:
         """Return the gradients of input, weight and bias."""
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_x = gradient.matmul(weight) if needs[0] else None
@@ -108,3 +112,27 @@ def chunked_product(
 
 def _pair(value: Any) -> tuple[int, ...]:
     return (value, value) if isinstance(value, int) else tuple(value) * (2 // len(value))
+
+
+class ChunkedOperators(FusedOperator):
+    """Operators whose input is several chunks of the policy's ``chunk_bytes``."""
+
+    name = CHUNKED
+    functions = frozenset(
+        {torch.conv2d, F.linear, F.scaled_dot_product_attention, F.multi_head_attention_forward}
+    )
+
+    def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
+        """Return the chunked operator; its own name names its sites."""
+        pack, chunk_bytes = self.context.hooks.hook, self.context.policy.chunk_bytes
+        chosen = products.chunked_product(call, pack, chunk_bytes)
+        if chosen is None and attention.is_chunkable(call, pack, chunk_bytes):
+            chosen = attention.attention
+        if chosen is not None:
+            if chunk_bytes is not None:  # with chunks of that size, by the same name
+                chosen = update_wrapper(partial(chosen, chunk_bytes=chunk_bytes), chosen)
+        elif attention.is_many_headed(call):
+            chosen = attention.multi_head_attention(pack, chunk_bytes)
+        else:
+            return None
+        return partial(self.context.hooks.run, chosen, call.arguments, call.keywords)

@@ -21,7 +21,7 @@ from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
 from daf.core.policy import Need
 from daf.operators.eligibility import autograd_objection, has_usual_strides, is_plain
-from daf.operators.fused_function import differentiable_gradients
+from daf.operators.fused_function import Gradients, differentiable_gradients
 from daf.saved_tensors.packed_tensor import Kept, Rederived, saves_read_by
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.ownership import holders_of, sole_holders
@@ -44,7 +44,7 @@ class Product(Protocol):
 
     def backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         """Return the gradients of input, weight and bias."""
 
 
@@ -77,7 +77,7 @@ class ChunkedProduct(torch.autograd.Function):
         return product.forward(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
         """Return the gradients, chunk by chunk unless the input comes back whole."""
         with without_torch_function():
             if torch.is_grad_enabled():
@@ -94,7 +94,7 @@ class ChunkedProduct(torch.autograd.Function):
             return (*found, None, None)
 
 
-def _differentiable(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiable(ctx: Any, gradient: Tensor) -> Gradients:
     x, weight = ctx.saved_tensors
     # Its value counts for nothing.
     bias = weight.new_zeros(len(weight)).requires_grad_() if ctx.has_bias else None
@@ -110,7 +110,7 @@ def _in_chunks(
     needs: Sequence[bool],
     *,
     owned: bool,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     whole = _room(held.layout, gradient, owned=owned) if needs[0] else None
     of_weight: Tensor | None = None
     of_bias: Tensor | None = None

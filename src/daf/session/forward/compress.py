@@ -238,11 +238,9 @@ class ScriptModels:
         self._tell = tell
         self._reports: dict[int, dict[str, Any]] = {}  # by number, as models come and go
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Find models inside."""
-        with around_calls(self._around):
-            yield
+        return around_calls(self._around)
 
     def reports(self) -> list[dict[str, Any]]:
         """Return every model's report (JSON-able; bytes), the first that was found first."""

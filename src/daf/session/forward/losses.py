@@ -7,7 +7,7 @@ does. Inside ``with``, ``F.cross_entropy`` of many classes runs as ``logits_cros
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.core.replaced import replaced
 from daf.operators.chunked.cross_entropy import RowLoss
 from daf.operators.chunked.logits_cross_entropy import logits_cross_entropy
 from daf.operators.linear_cross_entropy import are_logits, logits_loss
 from daf.operators.protocol import OperatorCall
 from daf.torch_compat.autograd_graph import pack_hook
 from daf.torch_compat.compiler import eagerly
-from daf.torch_compat.operator_mode import OperatorMode
+from daf.torch_compat.operator_mode import Arguments, Keywords, OperatorMode
 from daf.torch_compat.pytree import tensors_inside
 
 # PyTorch's cross-entropy holds this many tensors of the logits' size more.
@@ -42,13 +43,8 @@ class Losses:
         if self._logits_bytes == 0:
             yield
             return
-        before = _thread.inside
-        _thread.inside = (*before, self)
-        try:
-            with eagerly(), self._mode:
-                yield
-        finally:
-            _thread.inside = before
+        with replaced(_thread, inside=(*_thread.inside, self)), eagerly(), self._mode:
+            yield
 
     def unmet_bytes(self, examples: int) -> int:
         """Return, once, what another loss than the stand-in holds more of so many examples."""
@@ -78,9 +74,7 @@ class Losses:
         rows = output.flatten(0, -2)
         return logits_cross_entropy(rows, rows.new_zeros(len(rows), dtype=torch.int64), RowLoss())
 
-    def _run(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> Any:
+    def _run(self, function: Callable[..., Any], arguments: Arguments, keywords: Keywords) -> Any:
         if function is not F.cross_entropy or pack_hook() is not None:  # somebody else saves for it
             return function(*arguments, **keywords)
         found = logits_loss(OperatorCall(function, arguments, keywords))

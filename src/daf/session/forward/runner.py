@@ -27,15 +27,14 @@ from daf.core.profile import Profile
 from daf.memory.owners import owners
 from daf.profiling.model_memory import bytes_of_first_update, gradient_bytes, parameter_bytes
 from daf.session.arguments import asked_memory
-from daf.session.factory import make_parts
 from daf.session.forward.losses import Losses
+from daf.session.parts import SessionReadings, make_parts
 from daf.session.plan_controller import NEAR
-from daf.session.readings import SessionReadings
 from daf.step.context import BatchInfo, StepContext
 from daf.step.splitting import Splitting
 from daf.torch_compat.autograd_graph import backward_errors, bytes_of, version_of
 from daf.torch_compat.compiled_modules import CompiledModules
-from daf.torch_compat.function_modes import modes_restored
+from daf.torch_compat.operator_mode import modes_restored
 from daf.torch_compat.out_of_memory import out_of_memory
 from daf.torch_compat.pytree import map_nest, tensors_in_batch
 
@@ -120,8 +119,7 @@ class ForwardRunner(SessionReadings):
     def running(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Iterator[None]:
         """Run a call of the model with these arguments inside.
 
-        Raises:
-            BudgetError: the budget cannot hold it; ``least_bytes`` is the least that could.
+        BudgetError: the budget cannot hold it; ``least_bytes`` is the least that could.
         """
         plan = self._planned(without_graph((arguments, keywords)))
         self._refusals = self._keeper.refusals()
