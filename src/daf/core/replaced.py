@@ -19,7 +19,7 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
         yield
     finally:
         for name in attributes:
-            del vars(owner)[name]
+            vars(owner).pop(name, None)
         vars(owner).update(before)
 
 
