@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from random import Random
 from typing import Any
@@ -117,8 +117,10 @@ class _Sequence:
     def _step_all_at_once(self) -> None:
         chosen = self._random.sample(self._sessions, min(LANES, len(self._sessions)))
         pairs = zip(self._lanes, chosen, strict=False)
-        for started in [lane.submit(self._stepping(session)) for lane, session in pairs]:
-            self._note_step(_result(started))
+        started = [lane.submit(self._stepping(session)) for lane, session in pairs]
+        wait(started, 6 * PATIENCE_S)  # where one is refused, too: the others step on
+        for each in sorted(started, key=_has_raised):
+            self._note_step(_result(each))
 
     def _stepping(self, session: Session) -> Callable[[], bool]:
         """Return what steps and says whether the gradient is plain's."""
@@ -243,6 +245,10 @@ class _Sequence:
         if differs:
             self._counts["differences"] += 1
             print(what, file=sys.stderr)
+
+
+def _has_raised(started: Future[Any]) -> bool:
+    return started.done() and started.exception() is not None
 
 
 def _result(started: Future[Any]) -> Any:
