@@ -16,7 +16,7 @@ from made_up import MB
 from PIL import Image
 from safetensors.torch import load_file
 
-from daf.files.records import read_json, write_json
+from daf.files.records import extent_of, read_json, write_json
 from daf.memory import process_memory
 from daf.memory.recycling_allocator import unsupported_reason
 
@@ -101,6 +101,8 @@ def test_a_budget_that_moves_is_in_the_run_s_records_and_its_picture(daf: Daf) -
     change = lines[1]["budget_changes"][0]
     assert (change["budget_bytes"], change["reason"]) == (lower, "as asked")
     assert change["evicted_bytes"] == 0
+    for name, extent in ran.json["logs"].items():
+        assert extent_of(folder / name) == tuple(extent), "the summary does not tell of all lines"
     memory = [json.loads(line) for line in (folder / "memory.jsonl").read_text().splitlines()]
     budgets = [line for line in memory if "budget_bytes" in line]
     assert [line["budget_bytes"] for line in budgets] == [budget, lower]

@@ -158,6 +158,8 @@ def test_a_log_that_was_changed_since_the_summary_is_told(make_run: Any) -> None
     (folder / "metrics.jsonl").write_bytes(b"".join([lines[1], lines[0], *lines[2:]]))
     (problem,) = read_run(folder).problems
     assert problem == "metrics.jsonl has lost or changed lines from before the summary"
+    (folder / "metrics.jsonl").write_bytes(b"".join([*lines, lines[-1]]))
+    assert "metrics.jsonl has lines from after the summary" in read_run(folder).problems
 
 
 def test_names_with_markup_are_shown_as_they_are(make_run: Any, tmp_path: Path) -> None:

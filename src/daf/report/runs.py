@@ -10,7 +10,7 @@ from typing import Any
 
 from daf.core.errors import RunFolderError
 from daf.files.folder_lock import holder_of
-from daf.files.records import begins_with, read_json, read_lines
+from daf.files.records import begins_with, extent_of, read_json, read_lines
 from daf.report.scale import Point
 
 Record = Mapping[str, Any]
@@ -164,6 +164,8 @@ class _Records:
         for name, (nbytes, checksum) in summary.get("logs", {}).items():
             if not begins_with(self._folder / name, (nbytes, checksum)):
                 self.problems.append(f"{name} has lost or changed lines from before the summary")
+            elif extent_of(self._folder / name)[0] > nbytes:
+                self.problems.append(f"{name} has lines from after the summary")
 
     def lines(self, name: str) -> list[Record]:
         """Return a log's whole lines."""

@@ -32,12 +32,8 @@ class MemoryLog(MemoryTimeline):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        try:
-            if exception[0] is None:  # else a full disk here would hide the exception
-                self.flush()
-        finally:
-            if self._file is not None:
-                self._file.close()
+        if self._file is not None:  # what the summary tells of it is whole: nothing is added
+            self._file.close()
 
     def note_budget(self, time_s: float, budget_bytes: int | None) -> float:
         """Record a budget from ``time_s`` (``perf_counter``) on; return the run's seconds."""
