@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,25 @@ def bias_figures(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"| 2 to 4, outlier channels | {outliers:.5f} | |"])
 
 
+_WHERE = ("part", "piece", "refusal_families")
+_BESIDE = ("steps_tried", "interrupts_tried", "budgets_set", "closed", "dropped", "refused")
+
+
+def faults_figures(result: dict[str, Any]) -> str:
+    """What each part tried, and what of it went wrong, in Markdown."""
+    lines = [measured_by(result, "faults"), "", "| part | tried | went wrong |", "|---|---|---|"]
+    for part in dict.fromkeys(row["part"] for row in result["rows"]):
+        counts: Counter[str] = Counter()
+        for row in result["rows"]:
+            if row["part"] == part:
+                counts.update({k: n for k, n in row.items() if k not in (*_WHERE, *_BESIDE)})
+        tried = sum(n for name, n in counts.items() if name.endswith("_tried"))
+        wrong = {name: n for name, n in counts.items() if not name.endswith("_tried") and n}
+        words = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in wrong.items()) or "nothing"
+        lines.append(f"| {part.replace('_', ' ')} | {tried:,} | {words} |")
+    return "\n".join(lines)
+
+
 def sweep_figures(result: dict[str, Any]) -> str:
     """The sweep's tables, in Markdown: counts, then every point of DAF's own policy."""
     rows, figures = result["rows"], result["figures"]
@@ -309,6 +329,7 @@ TABLES = (
     (ROOT / "docs" / "quickstart.md", "doors", doors_figures),
     (ROOT / "docs" / "hosts.md", "hosts", hosts_figures),
     (ROOT / "docs" / "sweep.md", "sweep", sweep_figures),
+    (ROOT / "docs" / "sweep.md", "faults", faults_figures),
     (ROOT / "docs" / "sweep.md", "policies", policies_figures),
     (ROOT / "docs" / "sweep.md", "survival", survival_figures),
     (ROOT / "docs" / "sweep.md", "pressure", pressure_figures),

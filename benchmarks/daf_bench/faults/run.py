@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -55,7 +55,9 @@ def run(
         on_progress(name, place, len(pieces))
         log.row(name, partial(_as_row, name, work))
     rows = [row for row in log.rows if row["part"] in job.parts]
-    return BenchResult("faults", rows, figures_of(rows), (f"{asdict(job)}",))
+    share = "a fiftieth of everything" if job.quick else "everything"
+    words = f"{share} of {', '.join(job.parts)}; seed {job.seed}"
+    return BenchResult("faults", rows, figures_of(rows), (words,))
 
 
 def figures_of(rows: list[dict[str, int]]) -> dict[str, float]:
