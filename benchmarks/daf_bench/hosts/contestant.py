@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from daf_bench.harness.cgroup import LimitedGroup
 from daf_bench.harness.subprocess_channel import Child
 from daf_bench.hosts.setting import Setting
 
@@ -23,15 +24,19 @@ QUIET = MappingProxyType(
 
 
 class Contestant(Child):
-    """One host, alone or within a budget; see ``hosts.gate`` for what it answers."""
+    """One host, alone or within a budget; see ``hosts.gate`` for what it answers.
 
-    def __init__(self, setting: Setting) -> None:
+    ``group``: the memory cgroup that its process is born into.
+    """
+
+    def __init__(self, setting: Setting, group: LimitedGroup | None = None) -> None:
         alone = "alone" if setting.budget_bytes is None else "within a budget"
         super().__init__(
             "daf_bench.hosts.process",
             asdict(setting),
             f"{setting.host} {alone}",
             environment=os.environ | QUIET,
+            group=group,
         )
 
     def update(self) -> dict[str, Any]:
