@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import zlib
 from collections.abc import Callable
@@ -160,6 +161,25 @@ def test_a_log_that_was_changed_since_the_summary_is_told(make_run: Any) -> None
     assert problem == "metrics.jsonl has lost or changed lines from before the summary"
     (folder / "metrics.jsonl").write_bytes(b"".join([*lines, lines[-1]]))
     assert "metrics.jsonl has lines from after the summary" in read_run(folder).problems
+
+
+def test_whatever_lines_are_left_of_the_logs_are_shown(make_run: Any) -> None:
+    """Damage takes any of them; marks of phases without samples, or samples without marks."""
+    folder = make_run()
+    draw = random.Random(0)
+    logs = {path: list(read_lines(path)) for path in sorted(folder.glob("*.jsonl"))}
+    records = {path: path.read_bytes() for path in sorted(folder.glob("*.json"))}
+    for _ in range(60):
+        for path, lines in logs.items():
+            share = draw.choice((0.0, 0.05, 0.5, 1.0))
+            kind = draw.choice(("mark", "resident_bytes", ""))
+            kept = [line for line in lines if draw.random() < share]
+            write_lines(path, [line for line in kept if kind in line] or lines[:1])
+        for path, content in records.items():
+            path.write_bytes(content if draw.random() < 0.7 else b"{")
+        run = read_run(folder)
+        assert all(problem in page([run]) for problem in map(escape, run.problems))
+        assert text_of(run)
 
 
 def test_names_with_markup_are_shown_as_they_are(make_run: Any, tmp_path: Path) -> None:
