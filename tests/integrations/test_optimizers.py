@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import daf
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 WIDTH, ROWS, STEPS = 2048, 1024, 5
 PLAIN_BYTES = 5 * 4 * WIDTH * ROWS
-WHOLE_BYTES, CUT_BYTES = 72_000_000, 40_000_000
+WHOLE_BYTES, CUT_BYTES = 78_000_000, 40_000_000
 Budget = Callable[[int], int]
 Batch = tuple[Tensor, Tensor]
 
@@ -49,7 +50,13 @@ def distance(one: nn.Module, other: nn.Module) -> float:
     return sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
 
 
-def check(make: Callable[[Any], Any], budget: Budget, *, stores: str = "Tensor") -> None:
+def check(
+    make: Callable[[Any], Any],
+    budget: Budget,
+    *,
+    stores: str = "Tensor",
+    whole_bytes: int = WHOLE_BYTES,
+) -> None:
     """Train plainly, with a whole batch (bit for bit) and with one cut (but for reordered sums).
 
     ``make`` takes parameters. ``stores``: a type, or number format, that its state must have.
@@ -65,7 +72,7 @@ def check(make: Callable[[Any], Any], budget: Budget, *, stores: str = "Tensor")
     held = [each for state in optimizer.state.values() for each in state.values()]
     assert stores in {type(e).__name__ for e in held} | {str(getattr(e, "dtype", "")) for e in held}
     moved = distance(plain, net())
-    for split, room_bytes, furthest in ((False, WHOLE_BYTES, 0.0), ("auto", CUT_BYTES, moved / 50)):
+    for split, room_bytes, furthest in ((False, whole_bytes, 0.0), ("auto", CUT_BYTES, moved / 50)):
         model, bound = net(), budget(room_bytes)
         optimizer = make(model.parameters())
         if is_schedule_free:
@@ -93,8 +100,10 @@ def test_torchao(name: str, state: str, budget: Budget, uncompiled: None) -> Non
 
 @pytest.mark.thorough
 def test_torchao_compiled(budget: Budget) -> None:
+    """The compiler's own memory is in the process too."""
     optim = pytest.importorskip("torchao.optim", reason="its optimizers")
-    check(lambda parameters: optim.AdamW8bit(parameters, lr=1e-3), budget, stores="OptimState8bit")
+    make = partial(optim.AdamW8bit, lr=1e-3)
+    check(make, budget, stores="OptimState8bit", whole_bytes=WHOLE_BYTES + 20_000_000)
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "PagedAdamW8bit", "SGD8bit"])
