@@ -91,6 +91,7 @@ def seeded() -> np.random.Generator:
         ("Bert", BERT, "BertModel", (ROWS, 16), WORDS),  # without a loss: the customary head
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*planned as BertForMaskedLM")
 def test_the_head_that_the_configuration_names_has_labels_of_its_kind(
     kind: str,
     options: dict[str, Any],
@@ -169,3 +170,11 @@ def test_without_transformers_it_says_what_to_install(
     ran = daf("plan", "model", *ASKED)
     assert ran.code == 2
     assert "pip install transformers" in ran.json["error"]["message"]
+
+
+@pytest.mark.parametrize("named", ["BertModel", "BertForQuestionAnswering", "OfNobody"])
+def test_another_head_than_the_one_named_is_told(named: str, tmp_path: Path) -> None:
+    described("Bert", tmp_path, architectures=[named], **BERT)
+    with pytest.warns(UserWarning, match=f"names {named}; planned as BertForMaskedLM"):
+        model = random_model(str(tmp_path))
+    assert type(model).__name__ == "BertForMaskedLM"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ _CUSTOMARY = ("IMAGE_CLASSIFICATION", "MASKED_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUS
 def random_model(path: str) -> nn.Module:
     """Build the model that the folder ``path`` describes, in the number format that it names."""
     config, kind = _described(Path(path))
+    if (names := config.architectures or ()) and kind.__name__ not in names:
+        words = f"{path} names {', '.join(names)}; planned as {kind.__name__}, which has a loss"
+        warnings.warn(words, stacklevel=2)
     model: nn.Module = kind(config)
     return model.to(getattr(config, "dtype", None) or torch.float32)
 
