@@ -178,3 +178,10 @@ def test_another_head_than_the_one_named_is_told(named: str, tmp_path: Path) -> 
     with pytest.warns(UserWarning, match=f"names {named}; planned as BertForMaskedLM"):
         model = random_model(str(tmp_path))
     assert type(model).__name__ == "BertForMaskedLM"
+
+
+def test_data_beside_a_folder_is_refused_and_not_ignored(daf: Daf, workplace: Path) -> None:
+    described("Bert", workplace / "model", **BERT)
+    ran = daf("plan", "model", "sst2:file.tsv", *ASKED)
+    assert ran.code != 0
+    assert "leave DATA out" in " ".join(ran.err.split())

@@ -177,15 +177,18 @@ def test_metrics_of_parts_are_those_of_the_batch(tmp_path: Path, budget: Budget)
 def test_pairs_are_cut_with_what_belongs_to_them() -> None:
     rows = torch.arange(8)
     batch = {"input_ids": rows, "ref_chosen_logps": rows[:4].float(), "names": "of all"}
+    batch["scale"] = torch.tensor(2.0)
     assert IN_PAIRS.count(batch) == 4
     part = IN_PAIRS.take(batch, 1, 3)
     assert part["input_ids"].tolist() == [1, 2, 5, 6]
     assert part["ref_chosen_logps"].tolist() == [1, 2]
     assert part["names"] == "of all"
+    assert part["scale"] == 2.0
 
 
-def test_pairs_with_rows_of_another_number_stay_whole() -> None:
-    batch = {"input_ids": torch.arange(8), "pixel_values": torch.arange(13)}
+@pytest.mark.parametrize("name", ["input_ids", "chosen_input_ids"])
+def test_batches_of_another_kind_stay_whole(name: str) -> None:
+    batch = {name: torch.arange(8), "pixel_values": torch.arange(13)}
     assert IN_PAIRS.count(batch) == 1
     assert IN_PAIRS.take(batch, 0, 1)["pixel_values"].tolist() == [*range(13)]
 

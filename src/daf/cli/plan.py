@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +21,7 @@ from daf.training.settings import TrainSettings
 from daf.training.summary import outline_of
 
 WORST_SITES = 5
+USUAL_DATA = inspect.signature(TrainSettings).parameters["data"].default
 _INPUTS = "daf.training.config_json:RandomInputs"
 
 
@@ -30,6 +33,9 @@ def plan_command(as_json: options.Json = False, **asked: Any) -> None:
     """
     folder = asked["model"] or ""
     if folder and folder not in MODELS.all() and Path(folder).is_dir():
+        if asked["data"] != USUAL_DATA:
+            words = f"asked for {asked['data']!r} and the folder {folder!r}; its inputs are random"
+            raise typer.BadParameter(f"{words}: leave DATA out, or name a MODEL that reads it")
         asked |= {"model": f"config_json:{folder}", "data": f"{_INPUTS}:{folder}"}
     job = make_job(TrainSettings(**options.parsed(asked)))
     with job.session:
