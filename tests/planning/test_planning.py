@@ -362,7 +362,7 @@ def test_quantize_takes_the_widest_that_fits_everywhere() -> None:
 
 def test_checkpoint_replays_one_level_of_blocks_and_codes_nothing() -> None:
     measured = row_of(20)
-    plan = planned.make_plan(measured, budget_at(measured, 0.5), policy="checkpoint")
+    plan = planned.make_plan(measured, budget_at(measured, 0.5), policy="checkpoint-static")
     assert plan.policy.replayed == {f"block{n}" for n in range(1, 11)}
     assert set(plan.policy.by_site.values()) <= {KEEP}
 

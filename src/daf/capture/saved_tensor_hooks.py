@@ -72,7 +72,7 @@ class SavedTensorHooks:
         self.key = mix_key(*key_parts)
         keeper = ReplayKeeper(state, self._hold, self.is_constant)
         self.replays = Replays(model, policy.replayed, keeper, replay_log)
-        self.recorder = ValueRecorder() if policy.recomputes else None
+        self.recorder = ValueRecorder() if policy.records_values else None
         self._recipes = (
             RecipeMaker(self.recorder, state, self.is_constant) if self.recorder else None
         )
@@ -223,10 +223,11 @@ class SavedTensorHooks:
         treatment = self._policy.treatment(need, record.site)
         if not is_treatable(tensor):
             return self._state.packer.keep(tensor, saved.version, site, sources), KEEP
-        if treatment == KEEP and self._recipes is not None:
-            again = self._recipes.recomputed(tensor, saved.version, site)
-            if again is not None:
+        if treatment == (KEEP if self._policy.recomputes else RECOMPUTE):
+            again = self._recipes and self._recipes.recomputed(tensor, saved.version, site)
+            if again:
                 return again, RECOMPUTE
+            treatment = KEEP
         key = record.code_key(self.key)
         weight, tag = self._policy.weight(site), record.name_hash
         source, rederive = sources[0], self._policy.rederive

@@ -45,7 +45,7 @@ class Method(StrEnum):
     REDERIVE = "rederive"  # from what is held for another operator; else kept
     SPILL = "spill"
     REPLAY = "replay"
-    RECOMPUTE = "recompute"  # by forward's operations, from what is kept; no plan names a site
+    RECOMPUTE = "recompute"  # by forward's operations, from what is kept
     RANGED = "ranged"  # a published baseline; no plan chooses it
     REGISTERED = "registered"  # by a codec from outside the library
 
@@ -126,6 +126,11 @@ class Policy:
     def chunked(self) -> bool:
         """True if large operators process their batch in chunks."""
         return CHUNKED in self.operators
+
+    @property
+    def records_values(self) -> bool:
+        """True if any tensor may be recomputed, so that forward's operations must be known."""
+        return self.recomputes or RECOMPUTE in self.by_site.values()
 
     @property
     def on_host(self) -> bool:

@@ -45,6 +45,17 @@ ZERO = Affine(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
+class Recipe:
+    """How cheap operations compute a saved tensor again."""
+
+    kept: frozenset[Site]  # whose tensors they start from
+    held: tuple[tuple[int, Affine], ...]  # number and bytes of others, one for all recipes
+    beside_bytes: Affine  # held for this one alone
+    alive_bytes: Affine  # beside the result while it is computed
+    ms: Affine
+
+
+@dataclass(frozen=True, slots=True)
 class Saving:
     """One tensor that autograd saves in a step; moments are indices into the timeline."""
 
@@ -66,6 +77,7 @@ class Saving:
     reading: Reading = Reading.WHOLE  # how backward reads its code
     beside_bytes: Affine = ZERO  # held under every treatment (a fused operator's mask)
     teller: Site | None = None  # whose kept tensor yields it (a fused activation's input)
+    recipe: Recipe | None = None  # None: no cheap operations compute it again
 
     @property
     def may_follow(self) -> bool:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from daf.core.code_errors import relative_error
 from daf.core.code_format import code_bytes
-from daf.core.policy import KEEP, LOSSY, Method, Need, Reading, Site, Treatment
+from daf.core.policy import KEEP, LOSSY, RECOMPUTE, Method, Need, Reading, Site, Treatment
 from daf.core.profile import Profile, Saving, decoded_bytes
 from daf.planning.noise import noise_per_weight, served_weights
 
+_FROM_OTHERS = frozenset({Method.REDERIVE, Method.RECOMPUTE})
 _WITH_HEADERS = frozenset({Method.ROTATED, Method.MINMAX})
 
 
@@ -55,10 +56,14 @@ class OptionCosts:
         for saving in treated:
             treatment = treatments[saving.site]
             cost_ms += self._decode_ms(saving, treatment)
+            if saving.recipe is not None and treatment == RECOMPUTE:
+                beside, alive = saving.recipe.beside_bytes, saving.recipe.alive_bytes
+                spans.append(Span(saving.saved, saving.released, beside.at(self._examples)))
+                spans.append(Span(saving.read, saving.read, alive.at(self._examples)))
             # Dropped tensors count too: memory of their size is allocated, though never filled.
             spans.append(Span(saving.read, saving.released, self._decoded_bytes(saving)))
             is_followed = follow and saving.may_follow
-            if treatment.method is not Method.REDERIVE and not is_followed:
+            if treatment.method not in _FROM_OTHERS and not is_followed:
                 if saving.need in LOSSY:
                     served = self._served.get(saving.site, 1.0)
                     noise += served * relative_error(treatment)
@@ -116,6 +121,8 @@ class OptionCosts:
         return saving.tensor_bytes.at(self._examples)
 
     def _decode_ms(self, saving: Saving, treatment: Treatment) -> float:
+        if saving.recipe is not None and treatment == RECOMPUTE:
+            return saving.recipe.ms.at(self._examples)
         passes = 1 if treatment.method is Method.SPILL else max(1, len(saving.parents or ()))
         decode_ms = self._speeds.decode_ms(treatment.method, self._bytes(saving))
         return passes * decode_ms + self._link_ms(saving, treatment)

@@ -2,8 +2,9 @@
 
 A *family* is the sites whose tensors share memory: keeping one keeps all. Its options: *keep*;
 *exact* (lossless treatments only); 8, 4, 3, 2 or 1 bits, as ``core.policy.coded_policy`` treats
-each need; *spill*; and, where codes may travel, *exact* and every width in host memory. Attention's
-q and k have 8 bits at every width, or 4 where the noise of that was measured.
+each need; *spill*; *recompute* (lossless codes, and recipes where there are none); and, where codes
+may travel, *exact* and every width in host memory. Attention's q and k have 8 bits at every width,
+or 4 where the noise of that was measured. Leaves that recipes share have *held for others*.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from daf.core.policy import (
     DERIVED,
     KEEP,
     LEAST_SCORE_BITS,
+    RECOMPUTE,
     SMALL_BYTES,
     Method,
     Need,
@@ -31,7 +33,7 @@ from daf.core.units import pinned_bytes
 from daf.planning.option_costs import OptionCosts, Span, code_key
 
 WIDTHS = (8, 4, 3, 2, 1)
-KEPT, EXACT, SPILLED = "keep", "exact", "spill"
+KEPT, EXACT, SPILLED, RECOMPUTED, HELD = "keep", "exact", "spill", "recompute", "held for others"
 _LEAST_SCORES = f"{LEAST_SCORE_BITS} with scores"
 _ON_HOST = " on the host"
 _NORMALISATIONS = frozenset({"batch_norm", "layer_norm", "rms_norm"})
@@ -72,11 +74,12 @@ class Option:
     noise: float
     requires: frozenset[Site] = frozenset()  # sites that must be coded beside it
     requires_kept: frozenset[Site] = frozenset()  # sites that must be kept
+    leaves: frozenset[int] = frozenset()  # of recipes, by number, that must be held
 
     @property
     def coded_sites(self) -> frozenset[Site]:
         """The sites that hold a code, mask or packing under this option."""
-        other = (Method.KEEP, Method.SPILL, Method.DROP, Method.REDERIVE)
+        other = (Method.KEEP, Method.SPILL, Method.DROP, Method.REDERIVE, Method.RECOMPUTE)
         return frozenset(s for s, each in self.treatments.items() if each.method not in other)
 
 
@@ -165,7 +168,33 @@ class OptionMaker:
                 if (treatments, requires) not in seen:
                     seen.append((treatments, requires))
                     found.append(self._option(level, family, treatments, follow, requires))
+        if Method.RECOMPUTE in self._allowed.methods and (again := self._recomputed(family)):
+            found.append(again)
         return found
+
+    def _recomputed(self, family: Family) -> Option | None:
+        """Return the option without codes; None where a tensor has neither recipe nor mask."""
+        treatments = self._treatments(family, exact_policy().by_need)
+        made = {each.site: each.recipe for each in family if each.site not in treatments}
+        recipes = [each for each in made.values() if each is not None]
+        if not recipes or len(recipes) < len(made):
+            return None
+        again = self._option(RECOMPUTED, family, treatments | dict.fromkeys(made, RECOMPUTE))
+        return replace(
+            again,
+            requires_kept=frozenset().union(*(each.kept for each in recipes)),
+            leaves=frozenset(number for each in recipes for number, _ in each.held),
+        )
+
+    def leaves(self) -> dict[int, Option]:
+        """Return, by number, what holds a leaf that recipes share, as long as one may need it."""
+        spans: dict[int, Span] = {}
+        for saving in self._profile.savings:
+            for number, size in saving.recipe.held if saving.recipe else ():
+                before = spans.get(number, Span(saving.saved, saving.released, 0.0))
+                last = max(before.last, saving.released)
+                spans[number] = Span(before.first, last, size.at(self._examples))
+        return {number: Option(HELD, {}, (span,), 0.0, 0.0) for number, span in spans.items()}
 
     def _option(
         self,

@@ -2,9 +2,10 @@
 
 - ``optimal``: the least predicted step time.
 - ``sage``: SAGE (Gim and Ko, MobiSys 2022): micro-batches down to the measured knee of examples per
-  second, then eviction by time per byte.
-- ``checkpoint``: Chen et al. (2016): replay the level of the module tree that has nearest to the
-  square root of as many blocks as there are layers.
+  second, then eviction by time per byte, what is cheap by the graph of values.
+- ``checkpoint``: SAGE's DGC, that eviction of the whole batch alone.
+- ``checkpoint-static``: Chen et al. (2016): replay the level of the module tree that has nearest to
+  the square root of as many blocks as there are layers, whatever the budget.
 - ``accumulate``: everything kept, the largest micro-batch that fits.
 - ``reduce``: SAGE's subgraph reduction alone: replay calls of at most five operators.
 - ``quantize``: the whole batch, no replay, the widest uniform code that fits; with measured
@@ -152,6 +153,24 @@ def sage(problem: Problem) -> Candidate | None:
     return _if_it_fits(tightest(own), problem)
 
 
+def dynamic_checkpoints(problem: Problem) -> Candidate | None:
+    """Evict by time per byte from the whole batch; the least that it can hold if nothing fits."""
+    table = _whole(_without_codes(problem))
+    selection = evicted(table, problem.limit_bytes)
+    if selection is not None:
+        return Candidate(table, selection)
+    return _if_it_fits(_least_held(table), problem)
+
+
+def _whole(problem: Problem) -> Table:
+    return Shape(problem.profile.batch_size).table(problem.profile, problem.allowed)
+
+
+def _least_held(table: Table) -> Candidate | None:
+    selection = Program(table, math.inf).least_peak()
+    return None if selection is None else Candidate(table, selection)
+
+
 def _in_micro_batches(
     select: Callable[[Table], Selection], *, may_cut: bool = True, **without: Any
 ) -> Strategy:
@@ -233,15 +252,13 @@ def quantized(problem: Problem) -> Candidate | None:
 def _least_coded(problem: Problem) -> Candidate | None:
     if not problem.profile.weights:
         return _widest.least(problem)
-    table = _table_of_codes(problem)
-    selection = Program(table, math.inf).least_peak()
-    return None if selection is None else Candidate(table, selection)
+    return _least_held(_table_of_codes(problem))
 
 
 def _table_of_codes(problem: Problem) -> Table:
     allowed = problem.allowed
-    own = replace(allowed, replay=False, methods=allowed.methods - {Method.SPILL})
-    return Shape(problem.profile.batch_size).table(problem.profile, own)
+    methods = allowed.methods - {Method.SPILL, Method.RECOMPUTE}
+    return _whole(replace(problem, allowed=replace(allowed, replay=False, methods=methods)))
 
 
 def lowest_level(problem: Problem, shape: Shape) -> Candidate:
@@ -292,10 +309,12 @@ def _tighten(table: Table, holder: Indices, row: Floats, excess: float) -> bool:
         if excess <= 0:
             break
         families = table.families_of(column)
+        leaves = table.leaves_of(column)
         needs = column in table.needs
-        possible = not (needs and column in unmet(table, {*_selection(holder), column}))
+        possible = not (needs and column in unmet(table, {*_selection(holder), column, *leaves}))
         if possible and moved.isdisjoint(families):
             holder[list(families)] = column
+            holder[table.family_of[list(leaves)]] = leaves
             moved |= families
             excess -= freed
     for column in lawful(table, _selection(holder)):
@@ -309,7 +328,8 @@ def _evictions(table: Table, holder: Indices, row: Floats) -> list[tuple[float, 
     for column in range(table.columns):
         families = table.families_of(column)
         now = {int(holder[family]) for family in families}
-        freed = sum(float(row[each]) for each in now) - float(row[column])
+        held = sum(float(row[leaf]) for leaf in table.leaves_of(column) if leaf not in holder)
+        freed = sum(float(row[each]) for each in now) - float(row[column]) - held
         if freed > 0 and all(table.families_of(each) <= families for each in now):
             cost = float(table.cost_ms[column]) - sum(float(table.cost_ms[each]) for each in now)
             found.append((cost / freed, freed, column))
@@ -333,7 +353,8 @@ def _loosen(table: Table, holder: Indices, limit_bytes: int) -> None:
 _strategies |= {
     "optimal": Strategy(optimal, tightest),
     "sage": Strategy(sage, lambda problem: tightest(_without_codes(problem))),
-    "checkpoint": _in_micro_batches(checkpointed, may_cut=False, widths=()),
+    "checkpoint": Strategy(dynamic_checkpoints, lambda p: _least_held(_whole(_without_codes(p)))),
+    "checkpoint-static": _in_micro_batches(checkpointed, may_cut=False, widths=()),
     "accumulate": _in_micro_batches(kept_selection, replay=False, widths=()),
     "reduce": _in_micro_batches(reduced, widths=()),
     "quantize": Strategy(quantized, _least_coded),

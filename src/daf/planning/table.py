@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 
 from daf.core.policy import Site
 from daf.core.profile import Profile
-from daf.planning.options import EXACT, KEPT, WIDTHS, Allowed, Family, Option, OptionMaker, families
+from daf.planning.options import (
+    EXACT,
+    HELD,
+    KEPT,
+    WIDTHS,
+    Allowed,
+    Family,
+    Option,
+    OptionMaker,
+    families,
+)
 from daf.planning.replays import Replay, last_moments, replays_of
 
 Floats = NDArray[np.float64]
@@ -131,6 +141,13 @@ class Table:
             found[dependent].append(alternatives)
         return {column: tuple(each) for column, each in found.items()}
 
+    def leaves_of(self, column: int) -> list[int]:
+        """Return the columns that hold what a column's recipes start from and no site keeps."""
+        if column >= self.first[-1] or not self.option(column).leaves:
+            return []
+        needed = (each[0] for each in self.needs[column] if len(each) == 1)
+        return [each for each in needed if self.option(each).level == HELD]
+
     def families_of(self, column: int) -> frozenset[int]:
         """Return the families that a column decides: one, or all inside a replayed module."""
         if column >= self.first[-1]:
@@ -167,7 +184,11 @@ def make_table(
     base = base_bytes(profile, micro_batch, release_gradients=release_gradients)
     if maker.sends_codes:
         base = base + allowed.passing_bytes
-    requires = _requirements(groups, options) + _keeping(groups, options, replays)
+    leaves = maker.leaves()
+    requires = _holding(options, list(leaves))
+    groups += ((),) * len(leaves)
+    options += tuple((_NOTHING, held) for held in leaves.values())
+    requires += _requirements(groups, options) + _keeping(groups, options, replays)
     return Table(profile, micro_batch, release_gradients, groups, options, replays, base, requires)
 
 
@@ -240,6 +261,21 @@ def _keeping(
         (first + place, tuple(there for there, until in keeping[storage] if until >= last))
         for place, replay in enumerate(replays)
         for storage, last in replay.shared
+    )
+
+
+_NOTHING = Option(KEPT, {}, (), 0.0, 0.0)
+
+
+def _holding(
+    options: Sequence[tuple[Option, ...]], leaves: Sequence[int]
+) -> tuple[Requirement, ...]:
+    """Return, for options with recipes, the columns of leaves, whose pairs follow all options."""
+    first = sum(map(len, options))
+    column_of = {number: first + 2 * place + 1 for place, number in enumerate(leaves)}
+    every = enumerate(option for own in options for option in own)
+    return tuple(
+        (column, (column_of[number],)) for column, option in every for number in option.leaves
     )
 
 

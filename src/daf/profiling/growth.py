@@ -8,14 +8,18 @@ attention's scores, which grow fastest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from daf.core.profile import Affine, Profile
+from daf.core.profile import ZERO, Affine, Profile
+from daf.memory.device_memory import DeviceMemory
+from daf.memory.domain import MemoryDomain
 from daf.saved_tensors.observation import Observation
 
 MOST_POWER = 2.0
+# Libraries' own memory counts where the process's peak passes the tensors' by this share.
+SHOWN_SHARE = 0.2
 _GROWING = ("savings", "calls", "timeline", "passing_bytes")
 
 
@@ -50,6 +54,19 @@ class PeakGrowth:
             for points in (tensors, process)
         )
         return max(0.0, *(line.at(examples) for line in growing))
+
+
+def beside_tensors(observations: Sequence[Observation], memory: MemoryDomain) -> Affine:
+    """Return the bytes that libraries may have taken in passing, beside tensors; 0 on a device.
+
+    Only the process's peak shows them, perhaps taken while few tensors were alive.
+    """
+    if isinstance(memory, DeviceMemory):
+        return ZERO
+    peaks = [(e.examples, e.process_bytes, max(e.peak_bytes, default=0)) for e in observations]
+    if any(process > (1 + SHOWN_SHARE) * tensors for _, process, tensors in peaks):
+        return Affine.through((examples, process) for examples, process, _ in peaks)
+    return Affine.through((n, max(0, process - tensors)) for n, process, tensors in peaks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +122,8 @@ def _mapped(value: Any, other: Any, change: Callable[[Affine, Affine | None], Af
     if isinstance(value, Affine):
         return change(value, other)
     if isinstance(value, tuple):
-        others = other or [None] * len(value)
+        is_alike = other is not None and len(other) == len(value)
+        others = other if is_alike else [None] * len(value)
         return tuple(_mapped(*pair, change) for pair in zip(value, others, strict=True))
     if is_dataclass(value) and not isinstance(value, type):
         names = [each.name for each in fields(value)]

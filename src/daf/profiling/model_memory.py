@@ -68,6 +68,11 @@ def _state_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> flo
     return float(state_bytes(trial.state[probe]) / probe.nbytes)
 
 
+def touched_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes that an update reads and writes: parameters, gradients, state so far."""
+    return 2 * gradient_bytes(model) + sum(map(state_bytes, optimizer.state.values()))
+
+
 def update_bytes(optimizer: torch.optim.Optimizer, memory: MemoryDomain) -> int:
     """Return the transient bytes of the optimizer's step, beside the state that it leaves.
 

@@ -6,13 +6,13 @@ line in the batch. Where they differ (data-dependent control flow), the larger o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from daf.core.policy import KEEP, SMALL_BYTES, Method, Need, Reading
-from daf.core.profile import Affine, CallProfile, Saving, Timeline, decoded_bytes
+from daf.core.policy import KEEP, SMALL_BYTES, Method, Need, Reading, Site
+from daf.core.profile import Affine, CallProfile, Recipe, Saving, Timeline, decoded_bytes
 from daf.saved_tensors.observation import Observation, ObservedTensor
 
 _NOT_CODED = (Need.EXACT, Need.INPUT)
@@ -36,6 +36,30 @@ def build(observations: Sequence[Observation]) -> MicroBatchParts:
     moments = _Moments(alike[-1])
     return MicroBatchParts(
         _savings(alike, moments), _calls(alike, moments), _timeline(alike, moments)
+    )
+
+
+def with_recipes(savings: Sequence[Saving], recomputing: Observation) -> tuple[Saving, ...]:
+    """Return savings with the recipes of a step that recomputed what it could."""
+    kept = {each.storage: each.site for each in recomputing.saves if each.treatment == KEEP}
+    found = {each.site: _recipe(each, kept, recomputing.examples) for each in recomputing.saves}
+    return tuple(replace(each, recipe=found.get(each.site)) for each in savings)
+
+
+def _recipe(saved: ObservedTensor, kept: Mapping[int, Site], examples: int) -> Recipe | None:
+    if saved.recipe is None:
+        return None
+
+    def line(value: float) -> Affine:
+        return Affine.through([(examples, value)])
+
+    leaves = saved.recipe.leaves
+    return Recipe(
+        frozenset(kept[number] for number in leaves if number in kept),
+        tuple((number, line(size)) for number, size in leaves.items() if number not in kept),
+        line(saved.recipe.copied_bytes),
+        line(saved.recipe.alive_bytes),
+        line(saved.read_ms),
     )
 
 

@@ -11,7 +11,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -19,11 +19,10 @@ import torch
 from torch import nn
 
 from daf.capture.capture import Capture
-from daf.core.errors import BudgetError, DafError
+from daf.core.errors import BudgetError, DafError, SavedTensorError
 from daf.core.notebook import Say
 from daf.core.policy import Policy, plain_policy
-from daf.core.profile import ZERO, Affine, DeviceSpeeds, Profile
-from daf.memory.device_memory import DeviceMemory
+from daf.core.profile import Affine, DeviceSpeeds, Profile
 from daf.memory.domain import MemoryDomain, device_of
 from daf.memory.keeper import Keeper
 from daf.offload.spill import SpillOptions
@@ -32,10 +31,11 @@ from daf.planning import planner
 from daf.planning.candidate import MARGIN_BYTES
 from daf.profiling import model_memory
 from daf.profiling.device_speeds import calibrated, device_speeds
-from daf.profiling.growth import PeakGrowth
-from daf.profiling.profile_assembly import build
+from daf.profiling.growth import PeakGrowth, beside_tensors
+from daf.profiling.profile_assembly import build, with_recipes
 from daf.profiling.replay_proof import ProofLimits, most_ms, prove_replays, refuse_replays
 from daf.profiling.small_steps import (
+    RECOMPUTING,
     TIGHTEST,
     TIGHTEST_BITS,
     Expectation,
@@ -60,8 +60,6 @@ from daf.step.state_snapshot import StateSnapshot, preserved_state
 
 Found = TypeVar("Found")
 
-# Libraries' own memory counts where the process's peak passes the tensors' by this share.
-SHOWN_SHARE = 0.2
 # An update reads and writes parameter, gradient and state.
 UPDATE_PASSES = 2
 
@@ -144,11 +142,10 @@ class Profiler:
             smallest = None if own else self._choose_cut(context, begun, budget_bytes)
             self._choice, examples = context.choice, context.info.examples
             least = self._choice.cut.least
-            if own:
-                self._operators = StepOperators(examples, chunk_bytes_on(device))
             expected = self._expectation(context, own, smallest)
             if own is not None:
                 say("fusions")
+                self._operators = StepOperators(examples, chunk_bytes_on(device))
                 self._dry_run(context, expected, budget_bytes)
             sizes = sizes_within(probe_sizes(examples), expected, budget_bytes, least)
             if smallest is None:
@@ -164,9 +161,12 @@ class Profiler:
             if refusals is None:
                 refusals = self._replay_refusals(context, observations[0], times, budget_bytes)
             refuse_replays(observations, refusals)
+            recomputing = self._recomputing(context, observations, budget_bytes, say)
         known, room_bytes = own.speeds if own else None, budget_bytes - self.memory.held_bytes()
         speeds = device_speeds(observations[-1], self.spill, known, device, room_bytes)
         found = self._profile(examples, observations, times.kept, speeds)
+        if recomputing is not None:
+            found = replace(found, savings=with_recipes(found.savings, recomputing))
         if times.coded_ms is None:
             return found
         return calibrated(found, times.kept[-1][0], times.coded_ms)
@@ -238,7 +238,7 @@ class Profiler:
         smaller = max(self._choice.cut.least, sizes[0] // 2)
         if len(found) == 1 and smaller < sizes[0]:
             say(f"bytes at {smaller}")
-            found.insert(0, self._observe(context, smaller))
+            return [self._observe(context, smaller), *found]
         return self._growth.alike(found[0]) if len(found) == 1 else found
 
     def _whole(
@@ -247,8 +247,7 @@ class Profiler:
         """Observe a batch that is not cut as it is, where it needs a plan: growth is a guess."""
         examples = context.info.examples
         bound_bytes = min(self._bound_bytes, budget_bytes - MARGIN_BYTES)
-        plain_bytes = largest.plain_bytes * examples / largest.examples
-        whole_bytes = self._expected(largest, examples) + plain_bytes
+        whole_bytes = self._kept_bytes(largest, examples)
         needs_plan = self._expected(largest, largest.examples) <= bound_bytes < whole_bytes
         if not self._choice.refusal or largest.examples == examples or not needs_plan:
             return []
@@ -265,21 +264,25 @@ class Profiler:
         growing = self._growth.peak_bytes(found, examples, gradients)
         return self._resident_bytes() + gradients + growing + MARGIN_BYTES
 
+    def _kept_bytes(self, found: Observation, examples: int) -> float:
+        """Return the expected peak if everything is kept."""
+        return self._expected(found, examples) + found.plain_bytes * examples / found.examples
+
     def _bytes_to_prove(self, found: Observation) -> int:
-        """Return the least budget with room to prove the cut, by all sizes observed; 0 if none."""
-        if not self._choice.proof_bytes:
-            return 0
+        """Return the least budget with room to prove the cut, by all sizes observed; 0: none."""
         examples = 2 * self._choice.cut.least
         needed = bytes_to_prove(self._expected, found, examples, terse_bytes(found))
         return min(self._choice.proof_bytes, int(needed))
 
-    def _observe(self, context: StepContext, examples: int) -> Observation:
+    def _observe(
+        self, context: StepContext, examples: int, policy: Policy = TIGHTEST
+    ) -> Observation:
         part = context.first(examples)
         self._make_room()
         self.begin_peak()
         before_bytes = self.memory.held_bytes()
         observer = Observer(self.capture, examples, self.memory)
-        policy = self._operators.of(TIGHTEST, examples)
+        policy = self._operators.of(policy, examples)
         step = self.capture.step(policy, seed=0, step_index=0, batch=part, watcher=observer)
         with observer.watching():
             with step:
@@ -291,7 +294,8 @@ class Profiler:
         self._settle()
         observer.found.plain_bytes = self.capture.stats.plain_peak_bytes
         observer.found.chunk_bytes = policy.chunk_bytes or 0
-        self._growth.note(observer.found, (context.choice.cut, self._operators))
+        if not policy.recomputes:
+            self._growth.note(observer.found, (context.choice.cut, self._operators))
         return observer.found
 
     def _times(
@@ -299,11 +303,7 @@ class Profiler:
     ) -> Times:
         """Time passes with everything kept, and the largest of these steps coded too."""
         largest = observations[-1]
-        fitting = [
-            each.examples
-            for each in observations
-            if self._expected(each, each.examples) + each.plain_bytes <= budget_bytes
-        ]
+        fitting = self._fitting_kept(observations, budget_bytes)
         is_cut = fitting and not self._choice.refusal
         sizes = [*halvings(fitting[-1], self._choice.cut.least)] if is_cut else fitting
 
@@ -323,6 +323,30 @@ class Profiler:
         if not kept:
             return Times(((largest.examples, largest.step_ms),))
         return Times(tuple(kept), fastest(TIGHTEST, kept[-1][0]))
+
+    def _fitting_kept(self, observations: list[Observation], budget_bytes: int) -> list[int]:
+        """Return the observed sizes that fit with everything kept."""
+        sizes = {each.examples: self._kept_bytes(each, each.examples) for each in observations}
+        return [examples for examples, needed in sizes.items() if needed <= budget_bytes]
+
+    def _recomputing(
+        self, context: StepContext, observations: list[Observation], budget_bytes: int, say: Say
+    ) -> Observation | None:
+        """Observe a step that recomputes what it can, of the largest size with room; or None.
+
+        None too where the whole batch fits kept, or fused operators compute again what they can.
+        """
+        fitting = self._fitting_kept(observations, budget_bytes)
+        is_needed = self._kept_bytes(observations[-1], context.info.examples) > budget_bytes
+        if self._operators.batch_size or not fitting or not is_needed:
+            return None
+        say("recomputation")
+        observe = partial(self._observe, context, fitting[-1], RECOMPUTING)
+        try:
+            return self._within(budget_bytes, observe)
+        except SavedTensorError:  # the model does something else each time
+            self._recover()
+            return None
 
     def _replay_refusals(
         self, context: StepContext, smallest: Observation, times: Times, budget_bytes: int
@@ -360,26 +384,23 @@ class Profiler:
         passing = model_memory.update_bytes(self.optimizer, self.memory)
         self._make_room()  # what the trials had
         self._note_beside()
-        updated = model_memory.gradient_bytes(self.model)
-        touched = (
-            2 * updated + sum(map(model_memory.state_bytes, self.optimizer.state.values())) + state
-        )
+        touched = model_memory.touched_bytes(self.model, self.optimizer)
         return Profile(
             floor_bytes=self.baseline_bytes,
             resident_bytes=self._resident_bytes(),
             parameter_bytes=model_memory.parameter_bytes(self.model),
-            gradient_bytes=updated,
+            gradient_bytes=model_memory.gradient_bytes(self.model),
             optimizer_bytes=state,
             batch_size=examples,
             savings=savings,
             calls=calls,
             timeline=timeline,
             micro_batch_ms=times,
-            update_ms=1000.0 * UPDATE_PASSES * touched / speeds.copy,
+            update_ms=1000.0 * UPDATE_PASSES * (touched + state) / speeds.copy,
             speeds=speeds,
             weights={},
             update_bytes=passing,
-            passing_bytes=self._beside_tensors(observations),
+            passing_bytes=beside_tensors(observations, self.memory),
             split_refusal=self._choice.refusal,
             proof_bytes=self._bytes_to_prove(observations[0]),
             least_micro_batch=self._choice.cut.least,
@@ -388,18 +409,6 @@ class Profiler:
             part_bytes=observations[-1].norm_part_bytes,
             fusions=self.capture.fusions() if self._operators.chunk_bytes else (),
         )
-
-    def _beside_tensors(self, observations: Sequence[Observation]) -> Affine:
-        """Return the bytes that libraries may have taken in passing, beside tensors; 0 on a device.
-
-        Only the process's peak shows them, perhaps taken while few tensors were alive.
-        """
-        if isinstance(self.memory, DeviceMemory):
-            return ZERO
-        peaks = [(e.examples, e.process_bytes, max(e.peak_bytes, default=0)) for e in observations]
-        if any(process > (1 + SHOWN_SHARE) * tensors for _, process, tensors in peaks):
-            return Affine.through((examples, process) for examples, process, _ in peaks)
-        return Affine.through((n, max(0, process - tensors)) for n, process, tensors in peaks)
 
     def _note_beside(self) -> None:
         """Note libraries' bytes right after a step: the system takes back their unused pages."""
@@ -413,8 +422,7 @@ class Profiler:
         return max(self.memory.held_bytes(), self._beside_bytes + account)
 
     def _within(self, budget_bytes: float, run: Callable[[], Found]) -> Found | None:
-        found = self.keeper.within(budget_bytes, run)
-        if found is None:
+        if (found := self.keeper.within(budget_bytes, run)) is None:
             self._recover()
         return found
 

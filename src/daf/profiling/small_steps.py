@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from daf.capture.capture import Capture
-from daf.core.policy import Policy, coded_policy, with_planned_operators
+from daf.core.policy import Policy, coded_policy, policy_for, with_planned_operators
 from daf.memory.domain import MemoryDomain
 from daf.profiling.split_choice import LEAST_WITH_STATISTICS
 from daf.step.context import StepContext
@@ -43,6 +43,7 @@ class StepOperators:
 # Codes that hold least, so that measuring fits wherever training will.
 TIGHTEST_BITS = 1
 TIGHTEST = coded_policy(TIGHTEST_BITS)
+RECOMPUTING = policy_for("exact")
 
 
 def probe_sizes(examples: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from daf.core.policy import KEEP, Method, Need, Reading, Site, Treatment
 from daf.kernels.devices import norm_part_bytes_on
 from daf.memory.domain import MemoryDomain, ProcessMemory, device_of
 from daf.operators.activation import SmoothHeld, decoded_bytes_on
+from daf.recompute.recipe import Recomputed
 from daf.saved_tensors import observation, packed_tensor
 from daf.saved_tensors.ledger import Source, gradient_bytes
 from daf.torch_compat.autograd_graph import bytes_of, is_strided, version_of, without_torch_function
@@ -187,11 +188,14 @@ class Observer:
         if record.read < 0:
             record.read = self._now
             record.reading = _reading(saved)
+            if isinstance(saved.held, Recomputed):
+                record.recipe = self._recipe(saved.held)
 
     def has_read(self, saved: packed_tensor.SavedTensor, ms: float) -> None:
         """Note that backward has read a tensor, and the time that took."""
         record = self._by_saved.get(id(saved))
         if record is not None and not packed_tensor.is_identifying():
+            record.read_ms = ms
             self._time(self.found.decode, record.treatment, record.tensor_bytes, ms)
 
     @property
@@ -251,6 +255,17 @@ class Observer:
         for part in _own_codes(save.held):
             self._makers.setdefault(part, save.site)
         return None
+
+    def _recipe(self, held: Recomputed) -> observation.ObservedRecipe:
+        """Return what a recipe is of; parts of one storage count once, as the ledger has them."""
+        sources = [each.source for each in held.leaves if each.source is not None]
+        leaves = {self._storages.setdefault(each, len(self._storages)): each for each in sources}
+        copies = [each for each in held.leaves if each.source is None and each.holding is not None]
+        return observation.ObservedRecipe(
+            {number: each.nbytes for number, each in leaves.items()},
+            sum(each.value.nbytes for each in copies),
+            held.alive_bytes,
+        )
 
     def _time(
         self,

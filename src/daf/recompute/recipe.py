@@ -50,8 +50,8 @@ _CONCATENATE = torch.ops.aten.cat.default
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class _Leaf:
-    """A tensor that is held; ``source``: its memory, None of a constant."""
+class Leaf:
+    """A tensor that is held; ``source``: its memory, None of a constant or a copy."""
 
     value: Value
     tensor: Tensor
@@ -79,6 +79,7 @@ class _Leaf:
             self.holding = Holding(self.ledger, self.value.nbytes)
 
     def compute(self, _results: _Results) -> Tensor:
+        """Return the tensor; SavedTensorError if it has changed."""
         if self.tensor._version != self.version:
             raise SavedTensorError(
                 f"a tensor {list(self.tensor.shape)} from which a saved one is computed again was "
@@ -91,7 +92,7 @@ class _Leaf:
 class _Input(NamedTuple):
     """A node's tensor, in the geometry in which the next step reads it."""
 
-    of: _Leaf | _Step
+    of: Leaf | _Step
     geometry: Geometry
 
 
@@ -131,7 +132,7 @@ class _Step:
 class _Results:
     """The results of one run that several steps read."""
 
-    readers: Counter[_Leaf | _Step]
+    readers: Counter[Leaf | _Step]
     known: dict[_Step, Tensor] = field(default_factory=dict)
 
     def of(self, read: _Input) -> Tensor:
@@ -142,21 +143,26 @@ class _Results:
 class Recomputed(PackedTensor):
     """A saved tensor that its recipe computes again."""
 
-    __slots__ = ("_alive_bytes", "_fingerprint", "_input", "_ledger", "_place", "_readers", "_site")
+    __slots__ = ("_fingerprint", "_input", "_ledger", "_place", "_readers", "_site", "alive_bytes")
 
     def __init__(self, made: _Step, tensor: Tensor, site: Site, ledger: Ledger) -> None:
         super().__init__()
         self._input = _Input(made, Geometry.of(tensor))
         self._readers = Counter(_read_in(made))
-        self._alive_bytes = _alive_bytes(made)
+        self.alive_bytes = _alive_bytes(made)  # beside leaves, when most are
         self._site = site
         self._ledger = ledger
         self._place = zlib.crc32(str(site).encode())
         self._fingerprint = Fingerprint.sampled(tensor, self._place)
 
+    @property
+    def leaves(self) -> list[Leaf]:
+        """What it is computed from."""
+        return [each for each in self._readers if isinstance(each, Leaf)]
+
     def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002 - operations allocate themselves
         """Return the tensor; SavedTensorError if it is not the one saved."""
-        alive = Holding(self._ledger, self._alive_bytes)
+        alive = Holding(self._ledger, self.alive_bytes)
         found = self.compute()
         del alive
         if bool(Fingerprint.sampled(found, self._place).differs(self._fingerprint)):
@@ -173,9 +179,9 @@ class Recomputed(PackedTensor):
         return _Results(self._readers).of(self._input)
 
 
-def _read_in(node: _Leaf | _Step) -> Iterator[_Leaf | _Step]:
+def _read_in(node: Leaf | _Step) -> Iterator[Leaf | _Step]:
     """Yield every node once for each step that reads it."""
-    seen: set[_Leaf | _Step] = set()
+    seen: set[Leaf | _Step] = set()
     todo = [node]
     while todo:
         each = todo.pop()
@@ -185,17 +191,17 @@ def _read_in(node: _Leaf | _Step) -> Iterator[_Leaf | _Step]:
             todo += _nodes_of(each)
 
 
-def _alive_bytes(node: _Leaf | _Step) -> int:
+def _alive_bytes(node: Leaf | _Step) -> int:
     """Return the bytes alive beside leaves when most are: a step's results and what it reads."""
-    if isinstance(node, _Leaf):
+    if isinstance(node, Leaf):
         return 0
     read = dict.fromkeys(_nodes_of(node))
     made = sum(each.operation.made_bytes for each in read if isinstance(each, _Step))
     return max([node.operation.made_bytes + made, *map(_alive_bytes, read)])
 
 
-def _nodes_of(step: _Step) -> list[_Leaf | _Step]:
-    found: list[_Leaf | _Step] = []
+def _nodes_of(step: _Step) -> list[Leaf | _Step]:
+    found: list[Leaf | _Step] = []
     map_nest(_Input, lambda each: found.append(each.of), step.inputs)
     return found
 
@@ -218,7 +224,7 @@ class RecipeMaker:
         if found is None:
             return None
         nodes = dict.fromkeys(_read_in(found))
-        leaves = [each for each in nodes if isinstance(each, _Leaf)]
+        leaves = [each for each in nodes if isinstance(each, Leaf)]
         more = {e.source for e in leaves if e.source is not None and not _is_kept(e.source)}
         # A concatenation's parts serve the next one too.
         most = value.nbytes if found.operation.function is _CONCATENATE else value.nbytes - 1
@@ -243,7 +249,7 @@ class RecipeMaker:
                 proven[key] = False
         return proven[key]
 
-    def leaf(self, operand: Operand) -> _Leaf | None:
+    def leaf(self, operand: Operand) -> Leaf | None:
         """Return an operand as a leaf, if its memory lives and shows the same value still."""
         if not self._recorder.is_current(operand.value):
             return None
@@ -254,7 +260,7 @@ class RecipeMaker:
         if tensor is None:
             return None
         source = None if self._is_constant(tensor) else sources.of(tensor)
-        return _Leaf(operand.value, tensor.detach(), source, self._state.ledger)
+        return Leaf(operand.value, tensor.detach(), source, self._state.ledger)
 
 
 class _Search:
@@ -264,7 +270,7 @@ class _Search:
         self._maker = maker
         self._most_work = most_work
         self._work_bytes = 0
-        self._known: dict[Value, _Leaf | _Step] = {}
+        self._known: dict[Value, Leaf | _Step] = {}
 
     def step(self, value: Value) -> _Step | None:
         """Return how the value's own operation makes it again, cheaply; or None."""
@@ -287,7 +293,7 @@ class _Search:
             self._known[operand.value] = self._node(operand)
         return _Input(self._known[operand.value], operand.geometry)
 
-    def _node(self, operand: Operand) -> _Leaf | _Step:
+    def _node(self, operand: Operand) -> Leaf | _Step:
         leaf = self._maker.leaf(operand)
         if leaf is not None:
             is_free = leaf.source is None or _is_kept(leaf.source)

@@ -19,6 +19,14 @@ NO_CALL = -1
 SMALLEST_TIMED_BYTES = 1 << 18
 
 
+class ObservedRecipe(NamedTuple):
+    """What a recomputed tensor was computed from, when backward read it."""
+
+    leaves: dict[int, int]  # bytes by the number of their storage; constants do not count
+    copied_bytes: int  # of small constants, and of what forward has written over since
+    alive_bytes: int  # beside the result while it is computed
+
+
 @dataclass(slots=True)
 class ObservedTensor:
     """One save: its site, need and treatment, and the moments of its life."""
@@ -42,6 +50,8 @@ class ObservedTensor:
     reading: Reading = Reading.WHOLE
     beside_bytes: int = 0  # held with it whatever the treatment
     teller: Site | None = None  # whose tensor, if kept, yields this one by a nonlinear function
+    recipe: ObservedRecipe | None = None
+    read_ms: float = 0.0
 
 
 @dataclass(slots=True)
