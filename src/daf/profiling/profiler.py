@@ -161,15 +161,13 @@ class Profiler:
             if refusals is None:
                 refusals = self._replay_refusals(context, observations[0], times, budget_bytes)
             refuse_replays(observations, refusals)
-            recomputing = self._recomputing(context, observations, budget_bytes, say)
         known, room_bytes = own.speeds if own else None, budget_bytes - self.memory.held_bytes()
         speeds = device_speeds(observations[-1], self.spill, known, device, room_bytes)
         found = self._profile(examples, observations, times.kept, speeds)
-        if recomputing is not None:
-            found = replace(found, savings=with_recipes(found.savings, recomputing))
-        if times.coded_ms is None:
-            return found
-        return calibrated(found, times.kept[-1][0], times.coded_ms)
+        if times.coded_ms is not None:
+            found = calibrated(found, times.kept[-1][0], times.coded_ms)
+        say("recomputation")
+        return self._with_recipes(found, context, observations, budget_bytes)
 
     def prove_cut(self, context: StepContext, budget_bytes: float) -> None:
         """Make the context's choice of how its batch is cut, and measure nothing else."""
@@ -329,24 +327,26 @@ class Profiler:
         sizes = {each.examples: self._kept_bytes(each, each.examples) for each in observations}
         return [examples for examples, needed in sizes.items() if needed <= budget_bytes]
 
-    def _recomputing(
-        self, context: StepContext, observations: list[Observation], budget_bytes: int, say: Say
-    ) -> Observation | None:
-        """Observe a step that recomputes what it can, of the largest size with room; or None.
+    def _with_recipes(
+        self, found: Profile, context: StepContext, observations: list[Observation], budget: int
+    ) -> Profile:
+        """Add the recipes that a step finds which recomputes what it can, where one has room.
 
-        None too where the whole batch fits kept, or fused operators compute again what they can.
+        None are needed where everything fits kept, or operators are fused, which do so themselves.
         """
-        fitting = self._fitting_kept(observations, budget_bytes)
-        is_needed = self._kept_bytes(observations[-1], context.info.examples) > budget_bytes
-        if self._operators.batch_size or not fitting or not is_needed:
-            return None
-        say("recomputation")
+        fitting = self._fitting_kept(observations, budget)
+        is_needed = not found.is_fused and planner.kept_peak_bytes(found) > budget
+        if not fitting or not is_needed:
+            return found
         observe = partial(self._observe, context, fitting[-1], RECOMPUTING)
-        try:
-            return self._within(budget_bytes, observe)
-        except SavedTensorError:  # the model does something else each time
-            self._recover()
-            return None
+        with preserved_state(self.model, context.loss_fn, gradients=True):
+            try:
+                recomputing = self._within(budget, observe)
+            except SavedTensorError:  # the model does something else each time
+                self._recover()
+                return found
+        savings = recomputing and with_recipes(found.savings, recomputing)
+        return replace(found, savings=savings or found.savings)
 
     def _replay_refusals(
         self, context: StepContext, smallest: Observation, times: Times, budget_bytes: int

@@ -189,7 +189,7 @@ class Observer:
             record.read = self._now
             record.reading = _reading(saved)
             if isinstance(saved.held, Recomputed):
-                record.recipe = self._recipe(saved.held)
+                record.recipe = self._recipe(saved.held, record.tensor_bytes)
 
     def has_read(self, saved: packed_tensor.SavedTensor, ms: float) -> None:
         """Note that backward has read a tensor, and the time that took."""
@@ -256,7 +256,7 @@ class Observer:
             self._makers.setdefault(part, save.site)
         return None
 
-    def _recipe(self, held: Recomputed) -> observation.ObservedRecipe:
+    def _recipe(self, held: Recomputed, result_bytes: int) -> observation.ObservedRecipe:
         """Return what a recipe is of; parts of one storage count once, as the ledger has them."""
         sources = [each.source for each in held.leaves if each.source is not None]
         leaves = {self._storages.setdefault(each, len(self._storages)): each for each in sources}
@@ -264,7 +264,7 @@ class Observer:
         return observation.ObservedRecipe(
             {number: each.nbytes for number, each in leaves.items()},
             sum(each.value.nbytes for each in copies),
-            held.alive_bytes,
+            max(0, held.alive_bytes - result_bytes),
         )
 
     def _time(
