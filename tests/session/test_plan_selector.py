@@ -30,6 +30,7 @@ from daf.session.plan_selector import (
     FEW_EXAMPLES_SHARE,
     MORE_SIZES_BYTES,
     THREAD_BYTES,
+    WEIGHING_BYTES,
     PeakMeasurement,
     PlanSelector,
 )
@@ -441,7 +442,7 @@ def test_micro_batches_that_keep_everything_are_no_reason_to_seek_nothing_better
     assert quick.policy.name == "plain"
     assert quick.micro_batch < measured.batch_size
     selector = chosen(measured)
-    monkeypatch.setattr(selector, "_quick", lambda _: quick)
+    monkeypatch.setattr(selector, "_quick", lambda *_: quick)
     plan = selector.begin(Profiles(measured), budget)
     assert plan.predicted_step_ms < quick.predicted_step_ms
     assert plan.micro_batch > quick.micro_batch
@@ -475,7 +476,7 @@ def test_the_least_budget_is_the_least_of_both() -> None:
     assert selector.least_bytes() == least + ANOTHER_PROCESS_BYTES + 1
     with pytest.raises(BudgetError) as error:
         chosen(measured).begin(Profiles(measured, smaller), least - MIB)
-    assert error.value.least_bytes == least + ANOTHER_PROCESS_BYTES + 1
+    assert error.value.least_bytes == least + ANOTHER_PROCESS_BYTES + WEIGHING_BYTES + 1
 
 
 @pytest.mark.parametrize(("timed", "is_few"), [(8, False), (4, True)])
@@ -490,7 +491,11 @@ def test_a_whole_batch_foretold_by_few_examples_is_given_more_room(
     more_bytes = MORE_SIZES_BYTES + THREAD_BYTES * torch.get_num_threads()
     more_bytes += int(FEW_EXAMPLES_SHARE * (least - measured.floor_bytes))
     expected = least + ANOTHER_PROCESS_BYTES + (more_bytes if is_few else 0) + 1
-    assert error.value.least_bytes == expected
+    assert error.value.least_bytes == expected + WEIGHING_BYTES
+    with pytest.raises(BudgetError) as error:
+        chosen(measured, tolerance=0.0).begin(Profiles(measured), least - MIB)
+    exact = planned.least_budget(measured, tolerance=0.0)
+    assert error.value.least_bytes - exact < WEIGHING_BYTES + more_bytes  # nothing to weigh
 
 
 @pytest.mark.parametrize("proof_share", [0.5, 1.5])
@@ -504,7 +509,7 @@ def test_where_a_proof_lacked_room_a_budget_is_named_that_has_it_for_proof_and_p
     with pytest.raises(BudgetError) as error:
         chosen(measured).begin(Profiles(measured), least // 2)
     expected = max(least + 1, proof_bytes + MORE_SIZES_BYTES) + ANOTHER_PROCESS_BYTES
-    assert error.value.least_bytes == expected
+    assert error.value.least_bytes == expected + WEIGHING_BYTES
 
 
 @pytest.mark.parametrize("policy", ["sage", "checkpoint", "reduce", "2-bit"])
