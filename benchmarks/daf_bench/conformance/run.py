@@ -33,6 +33,7 @@ PACKAGES = ("torch", "transformers", "timm", "torchvision")
 _SHOWN_BY = {
     "split": ("split", "every", "tight"),
     "replay": ("replay", "every", "tight"),
+    "recomputed": ("exact", "compress exact", "tight"),
     "fused": ("fused", "compress fused", "tight"),
     "coded": ("coded session", "coded compress"),
 }

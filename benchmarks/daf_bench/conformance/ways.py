@@ -20,7 +20,14 @@ from torch.utils import _pytree
 
 import daf
 from daf.core.plan import Plan
-from daf.core.policy import Policy, coded_policy, exact_policy, plain_policy, with_fused_operators
+from daf.core.policy import (
+    Policy,
+    coded_policy,
+    exact_policy,
+    plain_policy,
+    policy_for,
+    with_fused_operators,
+)
 from daf.core.profile import CallProfile, Profile
 from daf.memory import process_memory
 from daf.session.session import Session
@@ -120,8 +127,8 @@ def _plan(policy: Policy, micro_batch: int) -> Plan:
 
 
 def force_exact(offers: Offers, _step: int) -> Plan:
-    """Exact treatments at every site, the batch whole."""
-    return _plan(exact_policy(), offers.examples)
+    """Exact treatments and recomputation at every site, the batch whole."""
+    return _plan(policy_for("exact"), offers.examples)
 
 
 def force_split(offers: Offers, step: int) -> Plan | None:
@@ -338,7 +345,13 @@ def acted_in(session: Session, report: daf.StepReport, batch: Any) -> set[str]:
     return acted
 
 
-def _acted_at(rows: Iterable[dict[str, Any]]) -> set[str]:
+def _acted_at(found: Iterable[dict[str, Any]]) -> set[str]:
+    rows = list(found)
     methods = {row["method"] for row in rows if row["plain_bytes"]}
     acted = {"coded"} if methods & _CODES else set()
-    return acted | ({"exact"} if methods & {"mask", "pack", "drop"} else set())
+    again = any(row["method"] == "recompute" for row in rows)
+    return (
+        acted
+        | ({"recomputed"} if again else set())
+        | ({"exact"} if methods & {"mask", "pack", "drop"} else set())
+    )

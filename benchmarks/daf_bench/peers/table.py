@@ -90,6 +90,8 @@ FULL = (
     by_policy("DGC", "checkpoint", 50),
     by_policy("DGA", "accumulate", 50),
     by_policy("quantizing alone", "quantize", 50),
+    by_policy("DAF as published", "daf", 50),
+    by_policy("DAF as published, by channels", "daf-channels", 50),
     *(ours_with(bits) for bits in (1, 2, 4)),
     ours_unfused(BASELINE_BITS),
     *(ours_at(percent) for percent in (75, 50, 35, 25)),

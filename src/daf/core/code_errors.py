@@ -19,9 +19,22 @@ def minmax_error(bits: int) -> float:
     An element at fraction f between two levels has variance f(1 - f) steps²: 1/6 on average if
     cells are narrow; with a single cell, E[f(1 - f)] range² is range²/4 - 1.
     """
+    return _squared_step_error(GAUSSIAN_BLOCK_SQUARED_RANGE, bits)
+
+
+def _squared_step_error(squared_range: float, bits: int) -> float:
     if bits == 1:
-        return GAUSSIAN_BLOCK_SQUARED_RANGE / 4 - 1
-    return float(GAUSSIAN_BLOCK_SQUARED_RANGE / (6 * (2**bits - 1) ** 2))
+        return squared_range / 4 - 1
+    return float(squared_range / (6 * (2**bits - 1) ** 2))
+
+
+# The same of 1,000,000: E[range] = 9.73, of a range that a whole tensor or a channel shares.
+GAUSSIAN_TENSOR_SQUARED_RANGE = 94.8
+
+
+def ranged_error(bits: int) -> float:
+    """Return the typical error of min-max codes of one range for all, as in ``minmax_error``."""
+    return _squared_step_error(GAUSSIAN_TENSOR_SQUARED_RANGE, bits)
 
 
 # Squared range of GELU's derivative (1.26) over its mean square for unit Gaussian inputs (0.456).
@@ -37,6 +50,8 @@ def relative_error(treatment: Treatment) -> float:
     """Return a treatment's error, 0 if lossless or unknown."""
     if treatment.method is Method.MINMAX:
         return minmax_error(treatment.bits)
+    if treatment.method is Method.RANGED:
+        return ranged_error(treatment.bits)
     if treatment.method is Method.DERIVATIVE:
         return derivative_error(treatment.bits)
     if treatment.method is Method.ROTATED:

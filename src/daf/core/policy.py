@@ -46,7 +46,7 @@ class Method(StrEnum):
     SPILL = "spill"
     REPLAY = "replay"
     RECOMPUTE = "recompute"  # by forward's operations, from what is kept
-    RANGED = "ranged"  # a published baseline; no plan chooses it
+    RANGED = "ranged"  # DAF as published; only its own policies choose it
     REGISTERED = "registered"  # by a codec from outside the library
 
 
@@ -196,6 +196,18 @@ def coded_policy(bits: int, *, score_bits: int = SCORE_BITS) -> Policy:
         Need.SMOOTH: Treatment(Method.DERIVATIVE, min(max(bits, 2), 4)),
     }
     return Policy(f"{bits}-bit", MappingProxyType(_EXACT | lossy))
+
+
+def ranged_policy(bits: int, ranges: str) -> Policy:
+    """Return ``coded_policy`` with min-max codes of the ``ranges`` "tensor" or "channel"."""
+
+    def ranged(treatment: Treatment) -> Treatment:
+        by_channel = ranges == "channel"
+        return (
+            Treatment(Method.RANGED, treatment.bits, by_channel) if treatment.is_code else treatment
+        )
+
+    return replace(coded_policy(bits).changed(ranged), name=f"{bits}-bit {ranges}s")
 
 
 def with_fused_operators(policy: Policy, *, chunked: bool = True) -> Policy:

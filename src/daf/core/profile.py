@@ -132,6 +132,8 @@ class DeviceSpeeds:
 
     def encode_ms(self, method: Method, nbytes: float) -> float:
         """Return the time of coding or writing ``nbytes``."""
+        if method is Method.RANGED:  # one pass more, for the range
+            return self.encode_ms(Method.MINMAX, nbytes) + 1000.0 * nbytes / self.copy
         own = self.disk_write if method is Method.SPILL else self.encode.get(method, self.copy)
         return 0.0 if method is Method.DROP else 1000.0 * nbytes / own
 

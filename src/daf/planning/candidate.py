@@ -123,10 +123,12 @@ def without_margin(profile: Profile, budget_bytes: int) -> int:
 def _policy(table: Table, selection: Selection, name: str) -> policies.Policy:
     profile = table.profile
     weights = MappingProxyType(served_weights(profile) if profile.weights else {})
-    uniform = _uniform_policy(table, selection)
+    options = [table.option(column) for column in selection if column < table.first[-1]]
+    treatments = (each for option in options for each in option.treatments.values())
+    is_published = any(each.method is policies.Method.RANGED for each in treatments)
+    uniform = None if is_published else _uniform_policy(table, selection)
     if uniform is not None and not profile.is_fused:
         return replace(uniform, weights=weights)
-    options = [table.option(column) for column in selection if column < table.first[-1]]
     by_site: dict[policies.Site, policies.Treatment] = {
         saving.site: policies.KEEP for saving in profile.savings
     }

@@ -27,6 +27,7 @@ from daf.core.policy import (
     coded_policy,
     exact_policy,
     placed_on_host,
+    ranged_policy,
 )
 from daf.core.profile import Profile, Saving
 from daf.core.units import pinned_bytes
@@ -48,6 +49,7 @@ class Allowed:
 
     methods: frozenset[Method] = frozenset(Method)
     widths: tuple[int, ...] = WIDTHS
+    ranges: str = ""  # "tensor" or "channel": DAF's published codes in place of ours
     replay: bool = True
     release_gradients: bool = True
     must_release: bool = False  # a whole batch's gradients are always released
@@ -124,9 +126,11 @@ class OptionMaker:
     def _levels_here(self) -> Iterator[tuple[str, ByNeed]]:
         widths = self._allowed.widths
         yield EXACT, {**exact_policy().by_need, **DERIVED}
+        ranges = self._allowed.ranges
         for width in widths:
-            yield str(width), coded_policy(width).by_need
-        if LEAST_SCORE_BITS in widths and self._profile.weights:
+            coded = ranged_policy(width, ranges) if ranges else coded_policy(width)
+            yield str(width), coded.by_need
+        if LEAST_SCORE_BITS in widths and not ranges and self._profile.weights:
             least = coded_policy(LEAST_SCORE_BITS, score_bits=LEAST_SCORE_BITS)
             yield _LEAST_SCORES, least.by_need
         if Method.SPILL in self._allowed.methods:

@@ -8,6 +8,8 @@
   the square root of as many blocks as there are layers, whatever the budget.
 - ``accumulate``: everything kept, the largest micro-batch that fits.
 - ``reduce``: SAGE's subgraph reduction alone: replay calls of at most five operators.
+- ``daf`` and ``daf-channels``: DAF as published (arXiv 2507.07149): the whole batch, min-max codes
+  of each tensor's or channel's range, by hybrid reduction, with the widths of least noise.
 - ``quantize``: the whole batch, no replay, the widest uniform code that fits; with measured
   sensitivities, the widths of least noise.
 - Levels ``plain``, ``exact``, ``8-bit`` … ``1-bit``: the same everywhere, the largest micro-batch.
@@ -241,11 +243,23 @@ def quantized(problem: Problem) -> Candidate | None:
     """Return the whole batch coded: the widest that fits, or with sensitivities least noise."""
     if not problem.profile.weights:
         return _widest.find(problem)
-    table = _table_of_codes(problem)
+    return _least_noise(problem, _table_of_codes(problem))
+
+
+def _published(ranges: str) -> Strategy:
+    """Return DAF's strategy: widths by importance, for codes of tensors' or channels' ranges."""
+
+    def table(problem: Problem) -> Table:
+        return _table_of_codes(problem, ranges)
+
+    return Strategy(lambda p: _least_noise(p, table(p)), lambda p: _least_held(table(p)))
+
+
+def _least_noise(problem: Problem, table: Table) -> Candidate | None:
     cost = table.cost_ms + _NOISE_FIRST * noise_price_ms(problem.profile) * table.noise
     found = Program(table, math.inf, problem.limit_bytes, cost).least_objective(_NOISE_GAP)
     if found is None or math.isinf(found.objective):
-        return _if_it_fits(_least_coded(problem), problem)
+        return _if_it_fits(_least_held(table), problem)
     return Candidate(table, found.selection)
 
 
@@ -255,10 +269,11 @@ def _least_coded(problem: Problem) -> Candidate | None:
     return _least_held(_table_of_codes(problem))
 
 
-def _table_of_codes(problem: Problem) -> Table:
+def _table_of_codes(problem: Problem, ranges: str = "") -> Table:
     allowed = problem.allowed
     methods = allowed.methods - {Method.SPILL, Method.RECOMPUTE}
-    return _whole(replace(problem, allowed=replace(allowed, replay=False, methods=methods)))
+    own = replace(allowed, replay=False, methods=methods, ranges=ranges)
+    return _whole(replace(problem, allowed=own))
 
 
 def lowest_level(problem: Problem, shape: Shape) -> Candidate:
@@ -358,6 +373,8 @@ _strategies |= {
     "accumulate": _in_micro_batches(kept_selection, replay=False, widths=()),
     "reduce": _in_micro_batches(reduced, widths=()),
     "quantize": Strategy(quantized, _least_coded),
+    "daf": _published("tensor"),
+    "daf-channels": _published("channel"),
     "plain": _at_level("keep"),
     "exact": _at_level("exact"),
     **{f"{width}-bit": _at_level(str(width)) for width in WIDTHS},

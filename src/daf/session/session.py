@@ -59,8 +59,8 @@ class Session(SessionReadings):
             chunk large convolutions and linear layers, wherever a first step proves that the same
             (``compress``). Under a budget the planner fuses where that pays.
         policy: how the planner chooses under a budget: ``"optimal"`` (default), or for comparison
-            ``"sage"``, ``"checkpoint"``, ``"accumulate"``, ``"reduce"``, ``"quantize"``
-            (``planning.policies``).
+            ``"sage"``, ``"checkpoint"``, ``"checkpoint-static"``, ``"accumulate"``, ``"reduce"``,
+            ``"quantize"``, ``"daf"``, ``"daf-channels"`` (``planning.policies``).
         tolerance: most variance that codes may add to the gradient, relative to the batch's own (0:
             exact treatments only). None: a seventh, or as much as the budget takes. Until the two
             are measured, two bits everywhere are assumed to add a seventh.
