@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,10 +90,7 @@ def reserve_bytes(request: Request, bound: Bound, growth: Growth = STANDING_STIL
 
 
 def goal_of(
-    request: Request,
-    bounds: tuple[Bound, ...],
-    backoff: float = 0.0,
-    growth: Growth = STANDING_STILL,
+    request: Request, bounds: Sequence[Bound], backoff: float = 0.0, growth: Growth = STANDING_STILL
 ) -> Goal:
     """Return the goal within all ceilings and reserves; ``backoff``: the share "auto" cedes."""
     lowest = min(bounds, key=lambda bound: bound.ceiling_bytes)

@@ -162,12 +162,10 @@ class ValueCode(_Code, Values):
         count = tensor.numel()
         # Those of ``rotated`` codes after the first are evictable unless the code stays whole.
         stays = treatment.method is Method.MINMAX or treatment.whole
+        bits, minimum_bits = treatment.bits, None if stays else 1
+        importance = None if stays else plane_importance(count, bits, weight)
         planes = store.allocate_planes(
-            count,
-            treatment.bits,
-            minimum_bits=None if stays else 1,
-            importance=None if stays else plane_importance(count, treatment.bits, weight),
-            tag=tag,
+            count, bits, minimum_bits=minimum_bits, importance=importance, tag=tag
         )
         self._hold(count, planes, treatment, key)
         with self.planes.filling() as filled, opened(output) as written:

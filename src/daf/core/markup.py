@@ -45,15 +45,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
         pairs = zip(texts, classes, strict=True)
         return element("tr", *(element(tag, text, **attributes, class_=c) for text, c in pairs))
 
-    return element(
-        "div",
-        element(
-            "table",
-            element("thead", cells("th", header, scope="col")),
-            element("tbody", *(cells("td", row) for row in rows)),
-        ),
-        class_="scroll",
-        tabindex="0",
-        role="region",
-        aria_label="Table",
-    )
+    head = element("thead", cells("th", header, scope="col"))
+    body = element("tbody", *(cells("td", row) for row in rows))
+    names = {"class_": "scroll", "tabindex": "0", "role": "region", "aria_label": "Table"}
+    return element("div", element("table", head, body), **names)

@@ -281,9 +281,8 @@ class SessionState(TrainerCallback, ExportableState):  # type: ignore[misc]
     def adopt(trainer: Trainer, session: Session) -> None:
         """Save this session's state from now on; begin it as the resumed checkpoint's ended."""
         name, known = SessionState.__name__, trainer.state.stateful_callbacks
-        found = known.setdefault(
-            name, {"args": {}, "attributes": {}}
-        )  # a plain checkpoint has none
+        # A plain checkpoint has none.
+        found = known.setdefault(name, {"args": {}, "attributes": {}})
         if (saved := found["attributes"].get("saved")) is not None:
             session.load_state_dict(saved)
         for each in trainer.callback_handler.callbacks:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -20,18 +19,13 @@ from daf.memory.recycling_allocator import RecyclingAllocator
 from daf.memory.statistics import PeakWatch, stats
 
 
-@dataclass(slots=True)
-class Tracking:
+class Tracking(PeakWatch):
     """The result of ``track``: final ``statistics``, and ``history`` if it was asked."""
 
-    statistics: dict[str, int] = field(default_factory=dict)
-    history: History | None = None
-    watch: PeakWatch = field(default_factory=PeakWatch)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes of tensors live at once, so far or inside."""
-        return self.watch.peak_bytes
+    def __init__(self, history: History | None = None) -> None:
+        super().__init__()
+        self.statistics: dict[str, int] = {}
+        self.history = history
 
 
 STEP_EVENTS = 50_000  # the most of one step's record, at about 100 bytes each
@@ -69,8 +63,8 @@ def track(
         cap_bytes=None if cap is None else parse_bytes(cap),
         limit_bytes=None if limit is None else parse_bytes(limit),
     )
-    tracking = Tracking(history=History(model) if history else None)
-    with allocator, tracking.watch, tracking.history or nullcontext():
+    tracking = Tracking(History(model) if history else None)
+    with allocator, tracking, tracking.history or nullcontext():
         try:
             yield tracking
         finally:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from daf._native import allocator as native
-from daf.memory.statistics import join_label, split_label, stats
+from daf.memory.statistics import stats
 from daf.torch_compat.autograd_graph import running_node, sequence_number, sequence_number_of
 from daf.torch_compat.operator_mode import DispatchMode
 
@@ -124,7 +124,7 @@ class History:
                 yield MemoryEvent(seconds, address, -gone.bytes, total, gone.module, gone.operator)
             if size > 0:
                 total += size
-                asker = split_label(native.label_text(label))
+                asker = native.label_text(label).partition("\n")[::2]
                 live[address] = MemoryEvent(seconds, address, size, total, *asker)
                 yield live[address]
 
@@ -172,8 +172,7 @@ class _LabelOperators(DispatchMode):
         self._asker = asker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        label = native.intern_label(join_label(self._asker.module(), str(func)))
-        native.set_label(label)
+        native.set_label(native.intern_label(f"{self._asker.module()}\n{func}"))
         try:
             return func(*args, **(kwargs or {}))
         finally:
@@ -236,7 +235,7 @@ def snapshot() -> Record:
     Frames are empty unless a ``History`` recorded the births. ``"statistics"`` has ``stats()``.
     """
     live = [
-        MemoryEvent(0.0, address, size, 0, *split_label(native.label_text(label)))
+        MemoryEvent(0.0, address, size, 0, *native.label_text(label).partition("\n")[::2])
         for address, size, _, _, label in native.live_blocks()
     ]
     return {"statistics": stats(), **snapshot_of(live, (), start_us=0)}

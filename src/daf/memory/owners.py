@@ -104,8 +104,7 @@ class Owners:
             done = 0
             while done != self._changes:  # a collection in here may end claims
                 done = self._changes
-                claims = [*self._claims]
-                for claim in claims:
+                for claim in [*self._claims]:
                     if claim.owner is not None and claim.owner() is None:  # it was collected
                         self._claims.pop(claim, None)
                 self._apply([*self._claims])

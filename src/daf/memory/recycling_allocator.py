@@ -47,12 +47,8 @@ class RecyclingAllocator:
         limit_bytes: int | None = None,
         reclaim: MakeRoom | None = None,
     ) -> None:
-        self._claim = Claim(
-            redirects=True,
-            cap_bytes=_checked("cap", cap_bytes),
-            limit_bytes=_checked("limit", limit_bytes),
-            make_room=reclaim,
-        )
+        cap, limit = _checked("cap", cap_bytes), _checked("limit", limit_bytes)
+        self._claim = Claim(redirects=True, cap_bytes=cap, limit_bytes=limit, make_room=reclaim)
         owners.leave_with(self, self._claim)
 
     def __enter__(self) -> RecyclingAllocator:

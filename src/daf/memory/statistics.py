@@ -44,7 +44,7 @@ def stats() -> dict[str, int]:
 
 
 class PeakWatch:
-    """The most live bytes while it is entered, whoever restarts the peaks meanwhile."""
+    """The most bytes live at once while it is entered, whoever restarts the peaks meanwhile."""
 
     _entered: ClassVar[dict[PeakWatch, None]] = {}
 
@@ -132,17 +132,6 @@ def _take_peak_bytes() -> int:
     peak = int(native.statistics()["live_bytes.peak"])
     reset_peaks()
     return peak
-
-
-def join_label(module: str, operator: str) -> str:
-    """Return one text for the allocator's table of labels."""
-    return f"{module}\n{operator}"
-
-
-def split_label(text: str) -> tuple[str, str]:
-    """Split a label into (module, operator)."""
-    module, _, operator = text.partition("\n")
-    return module, operator
 
 
 @dataclass(frozen=True, slots=True)

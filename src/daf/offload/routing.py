@@ -251,13 +251,10 @@ class Routes:
         if self.seen is None or len(set(self.ways)) != 1:
             return self.ways
         sizes = [tensor.raw_bytes for tensor in self.seen.saved]
-        place = max(
-            (place for place, size in enumerate(sizes) if size <= most_raw_bytes),
-            key=sizes.__getitem__,
-            default=None,
-        )
-        if place is None:
+        may_go = [place for place, size in enumerate(sizes) if size <= most_raw_bytes]
+        if not may_go:
             return self.ways
+        place = max(may_go, key=sizes.__getitem__)
         return (*self.ways[:place], other(self.ways[place]), *self.ways[place + 1 :])
 
     def _is_past(self) -> bool:

@@ -138,8 +138,7 @@ class LinearCrossEntropy(FusedOperator):
         if self._watched:
             self._note_readers(call, result)
         if call.function is F.linear and self._observed is not None:
-            again = self._observed in self._objections
-            reason = "it runs several times in a step" if again else ""
+            reason = "it runs several times in a step" if self._observed in self._objections else ""
             self._objections[self._observed] = reason
             self._watched[result] = self._observed
 
@@ -252,18 +251,12 @@ def logits_loss(call: OperatorCall) -> Tensor | None:
 
 
 def _loss_of(logits: Logits, call: LossCall, *, twice: bool) -> Tensor:
-    kind = logits.hidden.device.type
-    widened = torch.is_autocast_enabled(kind)  # as autocast has it of a loss
-    with torch.autocast(kind, enabled=False):
-        loss = chunked_cross_entropy(
-            logits.hidden,
-            logits.weight,
-            call.target,
-            logits.bias,
-            **call.asked._asdict(),
-            twice=twice,
-        )
-    return loss if widened else loss.to(logits.dtype)
+    hidden, weight, bias, dtype = logits
+    widened = torch.is_autocast_enabled(hidden.device.type)  # as autocast has it of a loss
+    asked = call.asked._asdict()
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss = chunked_cross_entropy(hidden, weight, call.target, bias, **asked, twice=twice)
+    return loss if widened else loss.to(dtype)
 
 
 def _moved(call: OperatorCall, logits: Logits) -> Logits | None:

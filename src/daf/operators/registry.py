@@ -23,16 +23,11 @@ from daf.torch_compat.operator_mode import Arguments, Keywords, OperatorMode
 from daf.torch_compat.pytree import tensors_in_batch
 
 # Asked in this order, where several may replace one function.
-_kinds: dict[str, type[FusedOperator]] = {
-    kind.name: kind
-    for kind in (
-        BatchNormOperator,
-        RowNormOperator,
-        ActivationOperator,
-        LinearCrossEntropy,
-        ChunkedOperators,
-    )
-}
+_OWN = (
+    *(BatchNormOperator, RowNormOperator, ActivationOperator),
+    *(LinearCrossEntropy, ChunkedOperators),
+)
+_kinds: dict[str, type[FusedOperator]] = {kind.name: kind for kind in _OWN}
 
 
 def register_operator(kind: type[FusedOperator]) -> None:

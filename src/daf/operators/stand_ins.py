@@ -23,13 +23,8 @@ from daf.torch_compat.pytree import map_nest
 # These read no content.
 METADATA: frozenset[Any] = frozenset(
     {
-        Tensor.size,
-        Tensor.dim,
-        Tensor.ndimension,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.is_floating_point,
-        Tensor.__len__,
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement),
+        *(Tensor.is_floating_point, Tensor.__len__),
         *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
     }
 )

@@ -124,16 +124,9 @@ class PagedStore:
         entry_bytes = TABLE_ENTRY_BYTES + (DEVICE_ENTRY_BYTES if elsewhere else 0)
         self._fitter = PageFitter(entry_bytes) if page_bytes is None else None
         self._fitting = threading.RLock()  # a collection in between may allocate too
-        self.native = _call(
-            _native.pool.Pool,
-            _ADDRESS_SPACE_BYTES,
-            DEFAULT_PAGE_BYTES if page_bytes is None else page_bytes,
-            cap_bytes,
-            increment_bytes or 0,
-            poison,
-            charged,
-            elsewhere,
-        )
+        page_bytes = DEFAULT_PAGE_BYTES if page_bytes is None else page_bytes
+        sizes = (_ADDRESS_SPACE_BYTES, page_bytes, cap_bytes, increment_bytes or 0)
+        self.native = _call(_native.pool.Pool, *sizes, poison, charged, elsewhere)
 
     @property
     def page_bytes(self) -> int:

@@ -49,11 +49,8 @@ def findings(runs: Sequence[Run]) -> list[str]:
 
 
 def _beside(run: Run, first: Run) -> list[str]:
-    different = [
-        name
-        for name in ("model", "data", "batch_size", "seed", "threads")
-        if run.summary[name] != first.summary[name]
-    ]
+    compared = ("model", "data", "batch_size", "seed", "threads")
+    different = [name for name in compared if run.summary[name] != first.summary[name]]
     sentences = [_memory_and_time(run, first)]
     if different:
         names = ", ".join(name.replace("_", " ") for name in different)

@@ -8,19 +8,11 @@ from typing import Any
 
 from daf.core.markup import Markup, element, joined, quiet, table
 from daf.core.units import format_bytes
-from daf.report import run_charts
+from daf.report import run_charts, treatments
 from daf.report.chart import legend_entry
 from daf.report.comparison import COLUMNS, LEVER_COLUMNS, findings, lever_row, row
 from daf.report.runs import Record, Run
 from daf.report.scale import number
-from daf.report.treatments import (
-    COLOURS,
-    Cell,
-    ModuleStrip,
-    strips_of,
-    style_sheet,
-    totals_by_method,
-)
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -49,7 +41,7 @@ def page(runs: Sequence[Run]) -> str:
 def document(heading: str, body: Markup) -> str:
     """Return a complete HTML document with the report's style and script inside."""
     files = resources.files("daf.report")
-    style = (files / "page.css").read_text("utf-8") + style_sheet()
+    style = (files / "page.css").read_text("utf-8") + treatments.style_sheet()
     head = element(
         "head",
         Markup('<meta charset="utf-8">'),
@@ -154,8 +146,7 @@ def _peak_tile(run: Run) -> tuple[str, str]:
 
 
 def _facts(summary: Record) -> str:
-    data = str(summary["data"])
-    kind, _, place = data.partition(":")
+    kind, _, place = str(summary["data"]).partition(":")
     named: dict[str, Any] = {
         "data": f"{kind} ({place.rpartition('/')[2]})" if place else kind,
         "batch": summary["batch_size"],
@@ -173,36 +164,28 @@ def _facts(summary: Record) -> str:
 
 def plan_figure(run: Run) -> Markup:
     """Return a cell for every saved tensor: width by bytes, colour by treatment."""
-    strips = strips_of(run)
+    strips = treatments.strips_of(run)
     if not strips:
         return quiet("The folder holds no whole sites.jsonl, which a run leaves at its end.")
     most = max(strip.plain_bytes for strip in strips) or 1
     rows = [_strip_row(strip, most, strips[0].cells[0]) for strip in strips]
     count = sum(len(strip.cells) for strip in strips)
-    return joined(
-        element(
-            "figure",
-            element("figcaption", f"The plan: {count} saved tensors in {len(strips)} modules"),
-            quiet(
-                "A cell is as wide as what plain PyTorch would hold, coloured by what was done "
-                "instead, and numbered with the bits an element. Arrow keys go from cell to cell."
-            ),
-            _plan_legend(strips),
-            element(
-                "div",
-                quiet("Point at a cell, or reach it with the keyboard, to read why."),
-                class_="detail",
-                aria_live="polite",
-            ),
-            element("div", *rows, class_="strips", role="group", aria_label="The plan by module"),
+    detail = quiet("Point at a cell, or reach it with the keyboard, to read why.")
+    figure = element(
+        "figure",
+        element("figcaption", f"The plan: {count} saved tensors in {len(strips)} modules"),
+        quiet(
+            "A cell is as wide as what plain PyTorch would hold, coloured by what was done "
+            "instead, and numbered with the bits an element. Arrow keys go from cell to cell."
         ),
-        _plan_words(run),
-        _left_alone(run),
-        _site_table(strips),
+        _plan_legend(strips),
+        element("div", detail, class_="detail", aria_live="polite"),
+        element("div", *rows, class_="strips", role="group", aria_label="The plan by module"),
     )
+    return joined(figure, _plan_words(run), _left_alone(run), _site_table(strips))
 
 
-def _strip_row(strip: ModuleStrip, most: int, first: Cell) -> Markup:
+def _strip_row(strip: treatments.ModuleStrip, most: int, first: treatments.Cell) -> Markup:
     cells = [_cell(cell, most, focusable=cell is first) for cell in strip.cells]
     sizes = f"{format_bytes(strip.plain_bytes)} → {format_bytes(strip.held_bytes)}"
     name = element("bdi", strip.module or "<model>")
@@ -215,7 +198,7 @@ def _strip_row(strip: ModuleStrip, most: int, first: Cell) -> Markup:
     )
 
 
-def _cell(cell: Cell, most: int, *, focusable: bool) -> Markup:
+def _cell(cell: treatments.Cell, most: int, *, focusable: bool) -> Markup:
     share = 100 * cell.plain_bytes / most
     return element(
         "span",
@@ -232,18 +215,13 @@ def _cell(cell: Cell, most: int, *, focusable: bool) -> Markup:
     )
 
 
-def _plan_legend(strips: Sequence[ModuleStrip]) -> Markup:
-    return element(
-        "ul",
-        *(
-            legend_entry(
-                f"{COLOURS[method][0]}: {count}, {format_bytes(plain)} → {format_bytes(held)}",
-                f"treated {method.value}",
-            )
-            for method, (count, plain, held) in totals_by_method(strips).items()
-        ),
-        class_="legend",
-    )
+def _plan_legend(strips: Sequence[treatments.ModuleStrip]) -> Markup:
+    entries = []
+    for method, (count, plain, held) in treatments.totals_by_method(strips).items():
+        sizes = f"{format_bytes(plain)} → {format_bytes(held)}"
+        words = f"{treatments.COLOURS[method][0]}: {count}, {sizes}"
+        entries.append(legend_entry(words, f"treated {method.value}"))
+    return element("ul", *entries, class_="legend")
 
 
 def _plan_words(run: Run) -> Markup:
@@ -269,17 +247,11 @@ def _left_alone(run: Run) -> Markup:
     return element("details", summary, table(LEVER_COLUMNS, map(lever_row, refused)))
 
 
-def _site_table(strips: Iterable[ModuleStrip]) -> Markup:
-    rows = [
-        (cell.site, cell.treatment, *_sizes(cell), cell.reason)
-        for strip in strips
-        for cell in strip.cells
-    ]
+def _site_table(strips: Iterable[treatments.ModuleStrip]) -> Markup:
+    rows = []
+    for cell in (each for strip in strips for each in strip.cells):
+        both = [format_bytes(size) for size in (cell.plain_bytes, cell.held_bytes)]
+        sizes = both if cell.plain_bytes else ["shared", "shared"]
+        rows.append((cell.site, cell.treatment, *sizes, cell.reason))
     header = ("saved tensor", "treatment", "plain", "held", "why")
     return element("details", element("summary", "The same as a table"), table(header, rows))
-
-
-def _sizes(cell: Cell) -> tuple[str, str]:
-    if not cell.plain_bytes:
-        return "shared", "shared"
-    return format_bytes(cell.plain_bytes), format_bytes(cell.held_bytes)

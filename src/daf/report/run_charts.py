@@ -56,11 +56,8 @@ def memory_charts(run: Run) -> list[LineChart]:
 
 def levels_of(summary: Mapping[str, Any]) -> list[LevelLine]:
     """Return the levels that a run has (MB), lowest first."""
-    found = [
-        LevelLine(name, summary[key] / _MB, style)
-        for key, name, style in _LEVELS
-        if summary.get(key) is not None
-    ]
+    known = (each for each in _LEVELS if summary.get(each[0]) is not None)
+    found = [LevelLine(name, summary[key] / _MB, style) for key, name, style in known]
     return sorted(found, key=lambda level: level.value)
 
 

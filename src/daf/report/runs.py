@@ -70,11 +70,8 @@ class Run:
 
     def points_of(self, key: str) -> list[Point]:
         """Return (step, value) of every step whose record has ``key``."""
-        return [
-            (float(record["step"]), float(record[key]))
-            for record in self.steps
-            if record.get(key) is not None
-        ]
+        known = (record for record in self.steps if record.get(key) is not None)
+        return [(float(record["step"]), float(record[key])) for record in known]
 
     @property
     def budget_bytes(self) -> int | None:
@@ -232,16 +229,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def _memory_of(lines: Sequence[Record]) -> Memory:
-    samples = sorted(
-        (line["seconds"], line["resident_bytes"] / _MB)
-        for line in lines
-        if "resident_bytes" in line
-    )
+    sampled = (line for line in lines if "resident_bytes" in line)
+    samples = sorted((line["seconds"], line["resident_bytes"] / _MB) for line in sampled)
     marks = sorted((line["seconds"], line["mark"]) for line in lines if "mark" in line)
-    budgets = [
-        (max(0.0, line["seconds"]), None if size is None else size / _MB)
-        for line in lines
-        for size in [line.get("budget_bytes")]
-        if "budget_bytes" in line
-    ]
+    asked = ((line["seconds"], line["budget_bytes"]) for line in lines if "budget_bytes" in line)
+    budgets = [(max(0.0, at), None if size is None else size / _MB) for at, size in asked]
     return Memory(samples, marks, budgets)

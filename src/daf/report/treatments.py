@@ -147,15 +147,13 @@ def _cell(record: Record, choices: Sequence[str]) -> Cell:
 INK, QUIET, RULE = "#22303c", "#6d7a86", "#dfe4e8"  # of the PNG; page.css has the page's
 
 STYLES: Mapping[str, tuple[str, str]] = {  # of data outside the plan: (light, dark)
-    "memory": ("#2a78b8", "#5aa6e6"),
-    "measured": ("#2a78b8", "#5aa6e6"),
+    **dict.fromkeys(("memory", "measured", "run-0"), ("#2a78b8", "#5aa6e6")),
     "budget": ("#c0392b", "#ff7b6b"),
     "predicted": ("#b26a00", "#e9a83f"),
     "floor": ("#6d7a86", "#93a1ae"),
     "term": ("#7fa6c9", "#4c7ba5"),
     "profile": ("#f3ecd9", "#2c2819"),
     "evaluate": ("#e6edf4", "#1e2a36"),
-    "run-0": ("#2a78b8", "#5aa6e6"),
     "run-1": ("#c2570c", "#f0955a"),
     "run-2": ("#1a7f5a", "#4fc496"),
     "run-3": ("#8b3fa8", "#c98be0"),

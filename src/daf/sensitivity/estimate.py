@@ -37,13 +37,9 @@ from daf.step.state_snapshot import preserved_state
 
 _SEEDED = frozenset({Method.ROTATED, Method.MINMAX, Method.DERIVATIVE})
 _CHANGE = 2.0  # of a gradient when a site is redrawn, squared, over its code's variance
-_PRODUCT_OPERATORS = frozenset(
-    {
-        "linear",
-        "addmm",
-        *(f"conv{kind}{dimensions}d" for kind in ("", "_transpose") for dimensions in (1, 2, 3)),
-    }
-)
+_PRODUCT_OPERATORS = {"linear", "addmm"} | {
+    f"conv{kind}{dimensions}d" for kind in ("", "_transpose") for dimensions in (1, 2, 3)
+}
 _LEAK = 1e-4  # share of the change outside the sites' own weights that is rounding
 # Standard error of a prior, relative to its value: a product's formula is whole, a
 # normalisation's leaves out what passes on, and elsewhere there is only a typical value.
@@ -99,15 +95,9 @@ def measure_sensitivity(
     if separate_codes:
         policy = replace(policy, rederive=False, operators=policy.operators - {"batch_norm"})
     with preserved_state(model, loss_fn) as snapshot:
+        capture, cut = capture or Capture(model), cut or likely_cut(batch)
         passes = Passes(
-            model,
-            loss_fn,
-            capture or Capture(model),
-            seed=seed,
-            step_index=step_index,
-            snapshot=snapshot,
-            buckets=effort.buckets,
-            cut=cut or likely_cut(batch),
+            model, loss_fn, capture, seed, step_index, snapshot, cut, buckets=effort.buckets
         )
         return _Measurement(passes, batch, policy, running, effort, relative).run()
 

@@ -29,11 +29,8 @@ _PRODUCT_DIMENSIONS = 2  # a weight of fewer is a scale or a bias
 
 def product_weight(module: nn.Module) -> nn.Parameter | None:
     """Return the only matrix or kernel that a module itself owns and trains; else None."""
-    found = [
-        each
-        for each in module.parameters(recurse=False)
-        if each.dim() >= _PRODUCT_DIMENSIONS and each.requires_grad
-    ]
+    trained = (each for each in module.parameters(recurse=False) if each.requires_grad)
+    found = [each for each in trained if each.dim() >= _PRODUCT_DIMENSIONS]
     return found[0] if len(found) == 1 else None
 
 

@@ -116,11 +116,9 @@ class Sensitivity:
             if self.relative and not (old.variance_per_error and new.variance_per_error):
                 sites[site] = new if new.variance_per_error else old  # one knew nothing of it
                 continue
-            sites[site] = SiteSensitivity(
-                _mixed(old.variance_per_error, new.variance_per_error),
-                _mixed_error(old.standard_error, new.standard_error),
-                new.prior,
-            )
+            variance = _mixed(old.variance_per_error, new.variance_per_error)
+            deviation = _mixed_error(old.standard_error, new.standard_error)
+            sites[site] = SiteSensitivity(variance, deviation, new.prior)
         own, error = newer.batch_variance, newer.batch_variance_error
         if own is None:
             own, error = scaled.batch_variance, scaled.batch_variance_error
@@ -161,8 +159,7 @@ class Sensitivity:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON: a checkpoint, or another run of the same model."""
-        found: dict[str, Any] = to_plain(self)
-        return found
+        return dict(to_plain(self))
 
     @staticmethod
     def from_dict(value: Mapping[str, Any]) -> Sensitivity:

@@ -74,14 +74,6 @@ class StepCounters(Resumable):
         self, loss: float, step_ms: float, plan: Plan, peak_bytes: int, **more: Any
     ) -> StepReport:
         """Return the report of the step noted last; ``more``: fields that are counted elsewhere."""
-        return StepReport(
-            loss,
-            step_ms,
-            peak_bytes,
-            self.step_held_bytes,
-            plan.micro_batch,
-            self._step_evicted_bytes,
-            self._released,
-            swapped_bytes=self._swapped_bytes,
-            **more,
-        )
+        held, evicted, swapped = self.step_held_bytes, self._step_evicted_bytes, self._swapped_bytes
+        counted = (held, plan.micro_batch, evicted, self._released)
+        return StepReport(loss, step_ms, peak_bytes, *counted, swapped_bytes=swapped, **more)

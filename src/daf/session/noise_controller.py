@@ -203,8 +203,7 @@ class NoiseController:
         bias, error = found.squared_bias, found.squared_bias_error
         record = NoiseRecord(index, self._relative_noise() * own, own, tolerance, None, bias, error)
         if record.exceeds or found.is_biased:
-            response = Response.WIDENED if has_widened else Response.NO_ROOM
-            record = replace(record, response=response)
+            record = replace(record, response=Response.WIDENED if has_widened else Response.NO_ROOM)
         self.history.append(record)
         if record.response is Response.NO_ROOM and not self._has_warned:
             self._has_warned = True

@@ -143,15 +143,9 @@ def make_parts(
     retries = StepRetries(gradient, optimizer, capture, keeper, plan_controller, users)
     going_back = Rollback(model, optimizer, rollback)
     runner = StepRunner(optimizer, retries, plan_controller, noise, going_back, counters, keeper)
+    updates = UsersUpdates(model, runner)
     return SessionParts(
-        capture,
-        keeper,
-        budget_controller,
-        plan_controller,
-        noise,
-        gradient,
-        runner,
-        UsersUpdates(model, runner),
+        capture, keeper, budget_controller, plan_controller, noise, gradient, runner, updates
     )
 
 

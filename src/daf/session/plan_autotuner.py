@@ -98,12 +98,9 @@ class Trial:
         """Return the trial without its current plan, which was refused memory."""
         at = len(self.times_ms) // self.steps_of_each
         ran = at * self.steps_of_each
-        return replace(
-            self,
-            plans=self.plans[:at] + self.plans[at + 1 :],
-            times_ms=self.times_ms[:ran],
-            held_bytes=self.held_bytes[:ran],
-        )
+        plans = self.plans[:at] + self.plans[at + 1 :]
+        times_ms, held_bytes = self.times_ms[:ran], self.held_bytes[:ran]
+        return replace(self, plans=plans, times_ms=times_ms, held_bytes=held_bytes)
 
     @property
     def measured_ms(self) -> tuple[float, ...]:
@@ -236,6 +233,5 @@ class PlanAutotuner(Resumable):
     def corrected(self, plan: Plan) -> Plan:
         """Return the plan with its time corrected by what was learnt."""
         slower = factor_of(plan_kind(plan), self.factors)
-        return replace(
-            plan, predicted_step_ms=plan.predicted_step_ms * slower, bound_ms=plan.bound_ms * slower
-        )
+        step_ms, bound_ms = plan.predicted_step_ms * slower, plan.bound_ms * slower
+        return replace(plan, predicted_step_ms=step_ms, bound_ms=bound_ms)

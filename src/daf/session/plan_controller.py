@@ -181,12 +181,9 @@ class PlanController(Resumable):
 
     def _without_budget(self, info: BatchInfo) -> Plan:
         self.uncut_examples = info.examples
+        policy, why = self.noise.with_weights(self.fixed_policy), "no budget was given"
         plan = Plan(
-            self.noise.with_weights(self.fixed_policy),
-            self.uncut_examples,
-            predicted_peak_bytes=0,
-            return_freed_blocks=False,
-            reason="no budget was given",
+            policy, info.examples, predicted_peak_bytes=0, return_freed_blocks=False, reason=why
         )
         self.selector.settle_on(plan)
         return plan

@@ -324,11 +324,8 @@ class PlanSelector(Resumable):
         constraints = replace(self.constraints, allowed=replace(allowed, release_gradients=True))
         saved_bytes = None
         with suppress(BudgetError):
-            held, released = (
-                planner.least_feasible_budget(self._planned, each)
-                for each in (self.constraints, constraints)
-            )
-            saved_bytes = max(0, held - released)
+            least = partial(planner.least_feasible_budget, self._planned)
+            saved_bytes = max(0, least(self.constraints) - least(constraints))
         return [LeverRefusal("release", (), allowed.release_refusal, saved_bytes)]
 
     def state_dict(self) -> dict[str, Any]:

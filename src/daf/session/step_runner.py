@@ -231,7 +231,7 @@ class StepRunner:
             self.counters.memory.wait()  # plans are compared by whole steps
         step_ms = 1000 * (time.perf_counter() - start_s) - self.retries.rehearsal_ms
         peak_bytes = self.counters.end_peak()
-        self._learn(context, running, step_ms, peak_bytes, is_whole=updates)
+        self._learn(context, running, step_ms, peak_bytes, updates=updates)
         overrun_bytes, budget_bytes = self.keeper.overrun_bytes, self.plan_controller.budget_bytes
         planned_bytes = self.plan_controller.planned_budget_bytes
         noise = self.noise.after_step(context, running, step_ms, planned_bytes)
@@ -326,16 +326,10 @@ class StepRunner:
         return float(clip_grad_norm_(self.retries.capture.model.parameters(), max_grad_norm))
 
     def _learn(
-        self,
-        context: StepContext,
-        running: Plan,
-        step_ms: float,
-        peak_bytes: int,
-        *,
-        is_whole: bool,
+        self, context: StepContext, running: Plan, step_ms: float, peak_bytes: int, *, updates: bool
     ) -> None:
         selector, info = self.plan_controller.selector, context.info
-        if not is_whole and selector.first is not None:  # the update, still to come, may take more
+        if not updates and selector.first is not None:  # the update, still to come, may take more
             peak_bytes = max(peak_bytes, selector.first.predicted_peak_bytes)
         part = selector.plan.micro_batch if selector.plan else 1
         self.counters.note_step(info.examples / part)

@@ -163,9 +163,7 @@ def possible_cuts(batch: Any, batch_dim: BatchDim = None) -> Iterator[BatchCut]:
 
 def _length(tensor: Tensor) -> int:
     """Return the first dimension; 0 where a tensor has none that can be cut."""
-    if not is_strided(tensor) or tensor.dim() == 0:
-        return 0
-    return tensor.shape[0]
+    return tensor.shape[0] if is_strided(tensor) and tensor.dim() else 0
 
 
 def _common_size(tensors: Sequence[Tensor]) -> int:

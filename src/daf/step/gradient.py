@@ -133,11 +133,8 @@ class GradientStep:
             self._on_commit = partial(self.keeper.commit, needed_bytes)
         parts = context.parts(plan.micro_batch)
         self._dry_run_once(context, plan.policy)
-        self.release.begin(
-            len(parts),
-            held_by_plan=planned and not plan.release_gradients,
-            adds_to_users=self.adds_to_users,
-        )
+        is_held = planned and not plan.release_gradients
+        self.release.begin(len(parts), held_by_plan=is_held, adds_to_users=self.adds_to_users)
         weights = None
         if len(parts) > 1:
             weights = PartWeights(context.choice.weighing, parameter_names(self.model))

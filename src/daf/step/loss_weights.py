@@ -49,6 +49,7 @@ _MEANS = {"mean", "nanmean", "kl_div", "binary_cross_entropy", "binary_cross_ent
 _NOTED = {*_DIVISIONS, *_RECIPROCALS, *_PRODUCTS, *_ORDERINGS, *_MEANS}
 _OTHERS_MEANS = {"ctc_loss", "nll_loss"}  # by lengths, and by what is read already
 _Note = tuple[bool, Any]  # among how many is ordered; else a divisor, factor or count
+_NO_NAMES: Mapping[int, str] = MappingProxyType({})
 _BOUNDS = {"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "max", "maximum", "where"}
 
 
@@ -104,11 +105,7 @@ class LossWeights(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        examples: int = 1,
-        *,
-        disturbed: int = 0,
-        names: Mapping[int, str] = MappingProxyType({}),
+        self, examples: int = 1, *, disturbed: int = 0, names: Mapping[int, str] = _NO_NAMES
     ) -> None:
         super().__init__()
         self._names = names
@@ -302,7 +299,7 @@ class PartWeights:
     ``names``: those that ``LossWeights`` is given for each of them.
     """
 
-    def __init__(self, weighing: Weighing, names: Mapping[int, str] = MappingProxyType({})) -> None:
+    def __init__(self, weighing: Weighing, names: Mapping[int, str] = _NO_NAMES) -> None:
         self._weighing = weighing
         self.names = names
         self._examples: list[float] = []

@@ -130,9 +130,8 @@ def proof_key(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> str:
     facts += chain.from_iterable(map(_words_of, _called_by(loss_fn)))
     for name, module in model.named_modules():
         facts += [name, type(module).__qualname__, str(module.training)]
-    for kind in sorted(
-        {type(each) for each in model.modules()}, key=lambda kind: kind.__qualname__
-    ):
+    kinds = {type(each) for each in model.modules()}
+    for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
         # A scripted module's class has no forward before it is made.
         forwards = (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
         facts += _words_of(getattr(next(forwards, kind), "__code__", kind))
@@ -162,8 +161,7 @@ def _called_by(function: Any) -> Iterator[CodeType | type]:
         if id(each) in seen:
             continue
         seen.add(id(each))
-        found = getattr(each, "__code__", type(each))
-        yield found
+        yield getattr(each, "__code__", type(each))
         if isinstance(each, FunctionType):
             waiting += _named_in(each)
         elif "__call__" in vars(type(each)):

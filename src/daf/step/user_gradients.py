@@ -39,11 +39,7 @@ class UserGradients:
 
     @contextmanager
     def set_aside(
-        self,
-        parameters: list[nn.Parameter],
-        elsewhere: list[nn.Parameter],
-        *,
-        leaves_to_user: bool = False,
+        self, parameters: list[nn.Parameter], elsewhere: list[nn.Parameter], *, leaves_to_user: bool
     ) -> Iterator[bool]:
         """Clear the gradients of the step before; add the user's after the body, or restore them.
 

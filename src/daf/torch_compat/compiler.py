@@ -48,7 +48,7 @@ def eagerly() -> Iterator[None]:
         with _lock:
             _inside -= 1
             if _inside == 0:
-                _apply()
+                _set(_users)
 
 
 @contextmanager
@@ -60,14 +60,8 @@ def as_the_user_wants() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _apply()
-
-
-def _apply() -> None:
-    if _inside:
-        torch.compiler.set_stance("force_eager")
-    else:
-        _set(_users)
+            if _inside:
+                torch.compiler.set_stance("force_eager")
 
 
 def _set(stance: Any) -> None:
@@ -97,8 +91,8 @@ def keep_out() -> bool:
 
 def step(optimizer: torch.optim.Optimizer) -> None:
     """Call ``optimizer.step()`` without importing the compiler: the same arithmetic."""
-    eager = None if is_loaded() or _is_special(optimizer) else _eager_step(optimizer)
-    if eager is None:
+    is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
+    if is_loaded() or not is_torchs or _is_special(optimizer):
         try:
             optimizer.step()
         except Exception as error:
@@ -106,16 +100,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
             raise
         return
     with torch.no_grad():
-        eager(optimizer)
-
-
-def _eager_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any] | None:
-    """Return the innermost ``step`` of torch's own optimizers; None for other classes."""
-    kind = type(optimizer)
-    if kind.__module__.partition(".")[0] != "torch":
-        return None
-    eager: Callable[[Any], Any] = inspect.unwrap(kind.step)
-    return eager
+        inspect.unwrap(type(optimizer).step)(optimizer)
 
 
 def asks_anew(optimizer: torch.optim.Optimizer) -> str:

@@ -9,21 +9,12 @@ from functools import lru_cache
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from daf.core.replaced import Replaced
 from daf.torch_compat.autograd_graph import NO_TASK, graph_task
 
-__all__ = [
-    "AnyBatchNorm",
-    "Around",
-    "OwnHook",
-    "Uncopied",
-    "around_calls",
-    "modules_of",
-    "parameters_of",
-]
-
+AnyBatchNorm = _BatchNorm
 _WALKS = ("modules", "named_modules", "parameters", "named_parameters", "_named_members")
 
 # Given a module, its arguments and keywords; None leaves the call alone.

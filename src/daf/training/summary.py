@@ -25,6 +25,13 @@ from daf.training.run_folder import RunFolder
 from daf.training.task import Batch
 
 _LOSS_WINDOW_STEPS = 50  # at most, of the last epoch
+# What is told under its own name.
+_OF_SESSION = """
+budget_bytes peak_bytes predicted_peak_bytes saved_bytes_plain saved_bytes_peak pool_bytes
+evicted_bytes release_refusal
+"""
+_OF_SENSITIVITY = "examples batch_variance relative squared_bias squared_bias_error"
+_OF_SETTINGS, _OF_ORDER = "model data batch_size epochs seed", "steps_per_epoch left_out_per_epoch"
 
 
 def outline_of(job: TrainingJob, batch: Batch) -> dict[str, Any]:
@@ -158,16 +165,9 @@ def _memory(job: TrainingJob) -> dict[str, Any]:
     plan = session.plan
     return {
         "device": str(job.device),
-        "budget_bytes": session.budget_bytes,
+        **_told(session, _OF_SESSION),
         "floor_bytes": session.baseline_bytes,
-        "peak_bytes": session.peak_bytes,
-        "predicted_peak_bytes": session.predicted_peak_bytes,
-        "saved_bytes_plain": session.saved_bytes_plain,
-        "saved_bytes_peak": session.saved_bytes_peak,
-        "pool_bytes": session.pool_bytes,
-        "evicted_bytes": session.evicted_bytes,
         "release_gradients": job.settings.release_gradients,
-        "release_refusal": session.release_refusal,
         "micro_batch": plan.micro_batch if plan else None,
         "policy": plan.policy.name if plan else None,
         "plan_reason": plan.reason if plan else None,
@@ -193,11 +193,7 @@ def noise_of(job: TrainingJob) -> dict[str, Any] | None:
         "measurements": tracker.measurements,
         "measured_ms": tracker.schedule.measured_ms,
         "overhead": tracker.schedule.measured_ms / max(1e-9, tracker.schedule.trained_ms),
-        "examples": found.examples,
-        "batch_variance": found.batch_variance,
-        "relative": found.relative,
-        "squared_bias": found.squared_bias,
-        "squared_bias_error": found.squared_bias_error,
+        **_told(found, _OF_SENSITIVITY),
         "added_noise": sum(job.session.noise.by_site.values()),
         "by_site": {str(site): noise for site, noise in job.session.noise.by_site.items()},
         "last_record": last,
@@ -207,20 +203,19 @@ def noise_of(job: TrainingJob) -> dict[str, Any] | None:
 def _what_was_trained(job: TrainingJob) -> dict[str, Any]:
     group = job.optimizer.param_groups[0]
     return {
-        "model": job.settings.model,
+        **_told(job.settings, _OF_SETTINGS),
+        **_told(job.order, _OF_ORDER),
         "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
-        "data": job.settings.data,
         "goal": job.goal.value,
-        "batch_size": job.settings.batch_size,
-        "epochs": job.settings.epochs,
-        "steps_per_epoch": job.order.steps_per_epoch,
-        "left_out_per_epoch": job.order.left_out_per_epoch,
         "optimizer": job.optimizer_name,
         "learning_rate": group["lr"],
         "weight_decay": group["weight_decay"],
-        "seed": job.settings.seed,
         "threads": torch.get_num_threads(),
     }
+
+
+def _told(of: object, names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names.split()}
 
 
 def versions() -> dict[str, str]:

@@ -71,11 +71,10 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
             add(triton_rotated.encode_rotated, **rotated, WHICH=which, **turns)
         add(triton_rotated.decode_rotated, **rotated, **READ)
     for kind in (0, 1, 2):
-        add(triton_minmax.encode_minmax, TYPE=kind, BITS=8 - kind, **CODED)
         for has_grid in (True, False):
-            grid = {"HAS_GRID": has_grid, **READ}
-            add(triton_minmax.decode_minmax, TYPE=kind, BITS=8 - kind, **grid)
-        add(triton_minmax.encode_steps, TYPE=kind, BITS=8 - kind, **CODED)
+            grid = {"TYPE": kind, "BITS": 8 - kind, "HAS_GRID": has_grid}
+            add(triton_minmax.encode_minmax, **grid, **CODED)
+            add(triton_minmax.decode_minmax, **grid, **READ)
     add(triton_bits.encode_mask, TYPE=0, ABOVE=False, **CODED)
     add(triton_bits.decode_mask, TYPE=2, **CODED)
     add(triton_bits.apply_mask, TYPE=1, **CODED)

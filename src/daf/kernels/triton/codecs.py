@@ -52,7 +52,7 @@ def encode_values(code: CodedValues, source: Tensor, affine: Channels | None) ->
     """Write the headers, and the planes that each run has, of ``affine`` of the source."""
     planes = _checked(code.codec, code.planes)
     if code.codec is Codec.MINMAX:
-        _encode(minmax.encode_minmax, source, planes, code.key, affine)
+        _encode(minmax.encode_minmax, source, planes, code.key, affine, HAS_GRID=True)
         return
     options = {"table": magnitudes_on(source.device, planes.bits), **_runs(code)}
     passes, options["tile"] = [rotated.ALL_BLOCKS], Tile(blocks=2)
@@ -96,7 +96,7 @@ def encode_elements(source: Tensor, planes: DevicePlanes, code: ElementCode) -> 
     """
     _checked(code.codec, planes)
     if code.codec is Codec.STEPS:
-        _encode(minmax.encode_steps, source, planes, code.key, code.channels)
+        _encode(minmax.encode_minmax, source, planes, code.key, code.channels, HAS_GRID=False)
         return False
     if code.codec is Codec.MASK:
         check_member("predicate", code.predicate, tuple(Predicate))
@@ -122,7 +122,7 @@ def decode_elements(planes: DevicePlanes, destination: Tensor, code: ElementCode
     _checked(code.codec, planes)
     options: dict[str, Any] = {"BITS": planes.bits}
     if code.codec is Codec.STEPS:
-        options |= {"affine": affine_of(code.channels), "mask": NO_PLANES, "first_block": 0}
+        options |= {"affine": affine_of(code.channels), "mask": NO_PLANES}
         options |= {"ACCUMULATE": False, "HAS_GRID": False}
     elif code.codec is Codec.MASK:
         options = {"off_bits": _float32_bits(code.low), "on_bits": _float32_bits(code.high)}
@@ -173,8 +173,7 @@ def _run(
             options[name], options["TYPE"] = patterns(tensor, count)
         else:
             options[name] = integer_items(tensor, count)
-    device = next(iter(tensors.values())).device
-    launch(kernel, count, device, planes=planes.words, **options)
+    launch(kernel, count, planes=planes.words, **options)
 
 
 def _checked(codec: Codec, planes: DevicePlanes) -> DevicePlanes:

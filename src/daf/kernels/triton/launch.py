@@ -129,12 +129,7 @@ def _check_count(tensor: Tensor, count: int) -> None:
 
 
 def launch(
-    kernel: Any,
-    count: int,
-    device: torch.device,
-    first_block: int | None = None,
-    tile: Tile = _ONE_TURN,
-    **arguments: Any,
+    kernel: Any, count: int, first_block: int = 0, tile: Tile = _ONE_TURN, **arguments: Any
 ) -> None:
     """Run a kernel over the blocks of ``count`` elements, from ``first_block`` if it takes one."""
     if count == 0:
@@ -147,19 +142,18 @@ def launch(
     elif tile.registers is not None and torch.version.hip is None:
         arguments["maxnreg"] = tile.registers
     grid = (-(-block_count(count) // (blocks * turns)),)
-    if first_block is not None:
-        count += first_block * BLOCK_ELEMENTS
+    if "first_block" in kernel.arg_names:
         arguments["first_block"] = first_block
-    on_device(kernel, grid, device, 1, **arguments, count=count, BLOCKS=blocks)
+    count += first_block * BLOCK_ELEMENTS
+    on_device(kernel, grid, 1, **arguments, count=count, BLOCKS=blocks)
 
 
-def on_device(
-    kernel: Any, grid: tuple[int, ...], device: torch.device, warps: int = _WARPS, **arguments: Any
-) -> None:
-    """Run a kernel's programs on the device's current stream; each product is rounded (no FMA).
+def on_device(kernel: Any, grid: tuple[int, ...], warps: int = _WARPS, **arguments: Any) -> None:
+    """Run a kernel's programs where its tensors are; each product is rounded (no FMA).
 
-    KernelError: the tensors are on no GPU, and Triton does not interpret.
+    KernelError: they are on no GPU, and Triton does not interpret.
     """
+    device = next(each.device for each in arguments.values() if isinstance(each, Tensor))
     if device.type == "cpu" and not isinstance(kernel, InterpretedFunction):
         raise KernelError("asked for a GPU kernel on tensors of the CPU; use daf.kernels.cpu")
     chosen = nullcontext() if device.type == "cpu" else torch.cuda.device(device)

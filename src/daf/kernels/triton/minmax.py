@@ -5,20 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from daf.kernels.triton.blocks import (
-    is_finite_bfloat16,
-    joined_headers,
-    load_codes,
-    load_headers,
-    load_values,
-    prescale_of,
-    store_codes,
-    store_headers,
-    tile,
-    tile_blocks,
-    widen_bfloat16,
-    write_values,
-)
+from daf.kernels.triton import blocks as device
 from daf.kernels.triton.philox import dither
 
 _LEAST_MAGNITUDE = tl.constexpr(2.0**-30)
@@ -48,35 +35,42 @@ def encode_minmax(
     key_high,
     TYPE: tl.constexpr,
     BITS: tl.constexpr,
+    HAS_GRID: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write every plane and the headers, rounding stochastically."""
-    blocks, _, valid, there = tile(count, BLOCKS)
-    values = load_values(source, blocks, valid, affine, TYPE)
-    last: tl.constexpr = (1 << BITS) - 1
-    lowest = tl.min(tl.where(valid, values, float("inf")), axis=1)
-    highest = tl.max(tl.where(valid, values, float("-inf")), axis=1)
-    magnitude = tl.maximum(tl.abs(lowest), tl.abs(highest))
-    ordinary = (magnitude >= _LEAST_MAGNITUDE) & (magnitude <= _GREATEST_MAGNITUDE)
-    prescale, unscale, finite = prescale_of(values, BLOCKS)
-    prescale, unscale = tl.where(ordinary, 1.0, prescale), tl.where(ordinary, 1.0, unscale)
-    least = _floor_bfloat16(lowest + 0.0)
-    origin = widen_bfloat16(least) * prescale
-    spread = (highest + 0.0) * prescale - origin
-    ideal = tl.math.div_rn(spread, spread * 0.0 + last * 1.0)
-    step = _ceiling_bfloat16(ideal * unscale)
-    step = tl.where((step == 0) & (ideal > 0.0), 1, step)
-    width = widen_bfloat16(step) * prescale
-    some = tl.where(step == 0, 1.0, width)
-    reciprocal = tl.where(step == 0, 0.0, tl.math.div_rn(some * 0.0 + 1.0, some))
-    good = there & finite & is_finite_bfloat16(least) & is_finite_bfloat16(step)
-    pair = joined_headers(least, step, good)
-    store_headers(planes, blocks, there, pair, BITS)
-    position = (values * prescale[:, None] - origin[:, None]) * reciprocal[:, None]
-    position += dither(key_low, key_high, blocks, BLOCKS)
-    position = tl.where(valid & good[:, None], position, 1.0)
-    codes = tl.minimum(position.to(tl.int32) - 1, last)
-    store_codes(planes, codes, blocks, there, BITS, BLOCKS)
+    """Write every plane and the headers, rounding stochastically.
+
+    Without a grid, values are the numbers of steps, and there are no headers.
+    """
+    blocks, _, valid, there = device.tile(count, BLOCKS)
+    values = device.load_values(source, blocks, valid, affine, TYPE)
+    if HAS_GRID:
+        last: tl.constexpr = (1 << BITS) - 1
+        lowest = tl.min(tl.where(valid, values, float("inf")), axis=1)
+        highest = tl.max(tl.where(valid, values, float("-inf")), axis=1)
+        magnitude = tl.maximum(tl.abs(lowest), tl.abs(highest))
+        ordinary = (magnitude >= _LEAST_MAGNITUDE) & (magnitude <= _GREATEST_MAGNITUDE)
+        prescale, unscale, finite = device.prescale_of(values, BLOCKS)
+        prescale, unscale = tl.where(ordinary, 1.0, prescale), tl.where(ordinary, 1.0, unscale)
+        least = _floor_bfloat16(lowest + 0.0)
+        origin = device.widen_bfloat16(least) * prescale
+        spread = (highest + 0.0) * prescale - origin
+        ideal = tl.math.div_rn(spread, spread * 0.0 + last * 1.0)
+        step = _ceiling_bfloat16(ideal * unscale)
+        step = tl.where((step == 0) & (ideal > 0.0), 1, step)
+        width = device.widen_bfloat16(step) * prescale
+        some = tl.where(step == 0, 1.0, width)
+        reciprocal = tl.where(step == 0, 0.0, tl.math.div_rn(some * 0.0 + 1.0, some))
+        good = there & finite & device.is_finite_bfloat16(least) & device.is_finite_bfloat16(step)
+        pair = device.joined_headers(least, step, good)
+        device.store_headers(planes, blocks, there, pair, BITS)
+        position = (values * prescale[:, None] - origin[:, None]) * reciprocal[:, None]
+        position += dither(key_low, key_high, blocks, BLOCKS)
+        position = tl.where(valid & good[:, None], position, 1.0)
+        codes = tl.minimum(position.to(tl.int32) - 1, last)
+    else:
+        codes = rounded_steps(values, valid, blocks, key_low, key_high, BITS, BLOCKS)
+    device.store_codes(planes, codes, blocks, there, BITS, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["first_block"])
@@ -97,14 +91,14 @@ def decode_minmax(
 
     Without a grid, values are the numbers of steps.
     """
-    blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
+    blocks = first_block.to(tl.int64) + device.tile_blocks(BLOCKS)
     there = blocks * 256 < count
-    values = load_codes(planes, blocks, there, tl.int32, BITS, BLOCKS).to(tl.float32)
+    values = device.load_codes(planes, blocks, there, tl.int32, BITS, BLOCKS).to(tl.float32)
     if HAS_GRID:
-        least, step, good = load_headers(planes, blocks, there, BITS)
+        least, step, good = device.load_headers(planes, blocks, there, BITS)
         values = least[:, None] + values * step[:, None]
         values = tl.where(good[:, None], values, float("nan"))
-    write_values(
+    device.write_values(
         destination, values, blocks, first_block, affine, mask, count, TYPE, ACCUMULATE, BLOCKS
     )
 
@@ -120,22 +114,3 @@ def rounded_steps(
     position += dither(key_low, key_high, blocks, BLOCKS)
     position = tl.where(valid, position, 1.0)
     return tl.minimum(position.to(tl.int32) - 1, last)
-
-
-@triton.jit(do_not_specialize=["key_low", "key_high"])
-def encode_steps(
-    source,
-    planes,
-    affine,
-    count,
-    key_low,
-    key_high,
-    TYPE: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Write every plane of the numbers of steps that the affine gives, rounding stochastically."""
-    blocks, _, valid, there = tile(count, BLOCKS)
-    steps = load_values(source, blocks, valid, affine, TYPE)
-    codes = rounded_steps(steps, valid, blocks, key_low, key_high, BITS, BLOCKS)
-    store_codes(planes, codes, blocks, there, BITS, BLOCKS)

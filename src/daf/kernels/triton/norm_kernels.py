@@ -8,20 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from daf.kernels.triton.blocks import (
-    channel_affine,
-    channels_of,
-    load_elements,
-    load_values,
-    masked,
-    store_elements,
-    store_plane,
-    tile,
-    tile_blocks,
-    tile_elements,
-    which_exist,
-    write_values,
-)
+from daf.kernels.triton import blocks as device
 from daf.kernels.triton.reduction_kernels import as_double, canonical, sum_lanes
 
 
@@ -39,20 +26,20 @@ def emit(
     BLOCKS: tl.constexpr,
 ):
     """Normalise; gamma and beta, addend, ReLU up to ``most`` (NaN: none), its mask."""
-    blocks, place, valid, there = tile(count, BLOCKS)
-    values = load_elements(source, place, valid, TYPE)
-    channel = channels_of(blocks, affine.channels, affine.inner)
-    values = channel_affine(values, channel, affine)
+    blocks, place, valid, there = device.tile(count, BLOCKS)
+    values = device.load_elements(source, place, valid, TYPE)
+    channel = device.channels_of(blocks, affine.channels, affine.inner)
+    values = device.channel_affine(values, channel, affine)
     if result is not None:
-        channel = channels_of(blocks, result.channels, result.inner)
-        values = channel_affine(values, channel, result)
+        channel = device.channels_of(blocks, result.channels, result.inner)
+        values = device.channel_affine(values, channel, result)
     if addend is not None:
-        values += load_elements(addend, place, valid, TYPE)
+        values += device.load_elements(addend, place, valid, TYPE)
     if mask.region is not None:
         low, high = values <= 0.0, values >= most
-        store_plane(mask, 0, blocks, there, ((low | high) == 0) & valid, BLOCKS)
+        device.store_plane(mask, 0, blocks, there, ((low | high) == 0) & valid, BLOCKS)
         values = tl.where(low, 0.0, tl.where(high, most, values))
-    store_elements(destination, place, valid, values, TYPE)
+    device.store_elements(destination, place, valid, values, TYPE)
 
 
 @triton.jit(do_not_specialize=["first_block"])
@@ -69,9 +56,9 @@ def derive(
     BLOCKS: tl.constexpr,
 ):
     """Write ``emit``'s result again, in blocks from ``first_block``: affines, accumulate, mask."""
-    blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
-    values = load_values(source, blocks, which_exist(blocks, count)[0], affine, TYPE)
-    write_values(
+    blocks = first_block.to(tl.int64) + device.tile_blocks(BLOCKS)
+    values = device.load_values(source, blocks, device.which_exist(blocks, count)[0], affine, TYPE)
+    device.write_values(
         destination, values, blocks, first_block, result, mask, count, TYPE, ACCUMULATE, BLOCKS
     )
 
@@ -95,20 +82,21 @@ def write_gradient(
     BLOCKS: tl.constexpr,
 ):
     """Do ``norms.write_gradient`` in blocks from ``first_block``, perhaps in place."""
-    blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    valid, there = which_exist(blocks, count)
-    found = load_elements(gradient, place, valid, TYPE)
-    found = masked(found, mask, blocks, there, BLOCKS)
+    blocks = first_block.to(tl.int64) + device.tile_blocks(BLOCKS)
+    place = device.tile_elements(blocks)
+    valid, there = device.which_exist(blocks, count)
+    found = device.load_elements(gradient, place, valid, TYPE)
+    found = device.masked(found, mask, blocks, there, BLOCKS)
     if gamma is not None:
-        found = found * tl.load(gamma + channels_of(blocks, gamma_channels, 1))
-    value = load_elements(values, place - first_value, valid, VALUE_TYPE)
+        found = found * tl.load(gamma + device.channels_of(blocks, gamma_channels, 1))
+    value = device.load_elements(values, place - first_value, valid, VALUE_TYPE)
     if affine is not None:
-        value = channel_affine(value, channels_of(blocks, affine.channels, affine.inner), affine)
-    channel = channels_of(blocks, of_value.channels, of_value.inner)
+        own = device.channels_of(blocks, affine.channels, affine.inner)
+        value = device.channel_affine(value, own, affine)
+    channel = device.channels_of(blocks, of_value.channels, of_value.inner)
     product = found * tl.load(of_gradient + channel)
-    beside = channel_affine(value, channel, of_value)
-    store_elements(destination, place, valid, product + beside, TYPE)
+    beside = device.channel_affine(value, channel, of_value)
+    device.store_elements(destination, place, valid, product + beside, TYPE)
 
 
 @triton.jit(do_not_specialize=["count", "epsilon", "momentum", "bessel"])
@@ -206,7 +194,7 @@ def row_affines(
         column = start + lane
         valid = (row < rows)[:, None] & (column < length)
         place = row[:, None] * length + column
-        value = load_elements(source, place, valid, TYPE).to(tl.float64)
+        value = device.load_elements(source, place, valid, TYPE).to(tl.float64)
         total += value
         energy += value * value
     count = tl.zeros((ROWS,), tl.float64) + length
@@ -249,10 +237,10 @@ def row_factors(
         column = start + lane
         valid = (row < rows)[:, None] & (column < length)
         place = row[:, None] * length + column
-        found = load_elements(gradient, place, valid, TYPE)
+        found = device.load_elements(gradient, place, valid, TYPE)
         if gamma is not None:
             found = found * tl.load(gamma + column, mask=column < length, other=0.0)
-        value = load_elements(values, place - first_value, valid, VALUE_TYPE)
+        value = device.load_elements(values, place - first_value, valid, VALUE_TYPE)
         if affine is not None:
             value = value * tl.load(affine.scale + row, mask=row < rows, other=0.0)[:, None]
             value += tl.load(affine.shift + row, mask=row < rows, other=0.0)[:, None]
@@ -293,8 +281,8 @@ def column_span_sums(
         row = span * SPAN_ROWS + turn
         valid = (column < length) & (row < rows)
         place = row * length + column
-        found = load_elements(gradient, place, valid, TYPE)
-        value = load_elements(values, place - first_value, valid, VALUE_TYPE)
+        found = device.load_elements(gradient, place, valid, TYPE)
+        value = device.load_elements(values, place - first_value, valid, VALUE_TYPE)
         if affine is not None:
             value = value * tl.load(affine.scale + row, mask=row < rows, other=0.0)
             value += tl.load(affine.shift + row, mask=row < rows, other=0.0)

@@ -84,7 +84,6 @@ def emit(source: Tensor, forward: Channels, output: NormOutput) -> None:
     launch(
         device.emit,
         count,
-        source.device,
         source=elements,
         destination=_of_kind(output.out, kind, count),
         addend=None if addend is None else _of_kind(addend, kind, count),
@@ -105,7 +104,6 @@ def derive(source: Tensor, forward: Channels, decoding: Decoding) -> None:
     launch(
         device.derive,
         asked,
-        source.device,
         first_block=blocks[0] if blocks else 0,
         source=elements,
         destination=_of_kind(out, kind, asked),
@@ -151,7 +149,6 @@ def write_gradient(
     launch(
         device.write_gradient,
         last - first,
-        gradient.device,
         first_block=values.blocks[0],
         gradient=elements,
         destination=_of_kind(destination, kind, count),
@@ -175,7 +172,6 @@ def channel_statistics(
     on_device(
         device.channel_statistics,
         (-(-channels // _COLUMNS),),
-        sums.sums.device,
         sums=sums.sums,
         squares=sums.products,
         **found._asdict(),
@@ -205,7 +201,6 @@ def channel_factors(
     on_device(
         device.channel_factors,
         (-(-channels // _COLUMNS),),
-        sums.sums.device,
         **sums._asdict(),
         inverse_deviation=inverse_deviation,
         gamma=gamma,
@@ -230,7 +225,6 @@ def measure_rows(source: Tensor, affine: Channels, epsilon: float, *, centred: b
     on_device(
         device.row_affines,
         (-(-rows // _ROWS),),
-        source.device,
         source=elements,
         scale=affine.scale,
         shift=affine.shift,
@@ -274,7 +268,6 @@ class RowProducts:
         on_device(
             device.row_factors,
             (-(-((last - first) // length) // _ROWS),),
-            gradient.device,
             **common,
             of_value=affine_of(self.of_value),
             own_scale=self._job.scale,
@@ -287,7 +280,6 @@ class RowProducts:
             on_device(
                 device.column_span_sums,
                 (spans[1] - spans[0], -(-length // _COLUMNS)),
-                gradient.device,
                 **common,
                 sums=self._spans[0],
                 products=self._spans[1],
@@ -306,7 +298,6 @@ class RowProducts:
             on_device(
                 device.add_spans,
                 (-(-length // _COLUMNS),),
-                out.device,
                 span_sums=spans,
                 out=total,
                 spans=spans.shape[0],

@@ -62,7 +62,6 @@ def measure_ranges(
     on_device(
         reduce_ranges,
         (programs, -(-channels // tiles["COLUMNS"])),
-        items.device,
         source=elements,
         least=keys[0],
         greatest=keys[1],
@@ -106,7 +105,6 @@ def _finish(keys: _Pair, ends: _Pair) -> None:
     on_device(
         finish_ranges,
         (-(-channels // columns),),
-        keys[0].device,
         least=keys[0],
         greatest=keys[1],
         least_out=ends[0],
@@ -143,7 +141,7 @@ class SpanSums:
         """Add spans [first, last); ``values``: the kernels' arguments, squares without any."""
         channels, inner, rows = self._channels, self._inner, self.rows
         first, count = spans[0], spans[1] - spans[0]
-        span, where = span_elements(channels), rows.device
+        span = span_elements(channels)
         arguments: dict[str, Any] = {"source": self._elements, "count": self._count, "mask": mask}
         arguments |= {"sums": rows[0], "products": rows[1], "first_span": first}
         arguments |= {"TYPE": self._kind, "VALUE_TYPE": self._kind, **values}
@@ -153,13 +151,13 @@ class SpanSums:
             sides = SideBySide(channels, span, count, -(-span // channels))
             grid: tuple[int, ...] = (-(-count // _SPANS), -(-channels // columns))
             arguments |= {"sides": sides, "SPANS": _SPANS, "COLUMNS": columns}
-            on_device(side_by_side_sums, grid, where, **arguments)
+            on_device(side_by_side_sums, grid, **arguments)
             return
         period, tiles = channels * inner, -(-channels // _CHANNELS)
         periods, groups = (span - 1) // period + 2, (min(inner, span) + 14) // 16 + 1
         runs = Runs(channels, inner, period, span, periods, groups, tiles, _CHANNELS * inner)
         grid = (count * tiles,)
-        on_device(channel_span_sums, grid, where, **arguments, runs=runs, COLUMNS=_CHANNELS)
+        on_device(channel_span_sums, grid, **arguments, runs=runs, COLUMNS=_CHANNELS)
 
     def totals(self) -> Sums:
         """Fold both kinds of the spans' sums to (channels,) each, by halving strides."""
@@ -173,7 +171,6 @@ class SpanSums:
         on_device(
             fold_halves,
             (-(-channels // columns), 2),
-            rows.device,
             rows=rows,
             out=out,
             channels=channels,

@@ -5,27 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from daf.kernels.triton.blocks import (
-    add_halves,
-    bit_words,
-    hadamard,
-    hadamard_matrix,
-    header_place,
-    is_finite_bfloat16,
-    joined_headers,
-    load_headers,
-    load_plane,
-    load_values,
-    nearest_bfloat16,
-    prescale_of,
-    store_headers,
-    store_words,
-    tile_blocks,
-    tree_sum,
-    which_exist,
-    widen_bfloat16,
-    write_values,
-)
+from daf.kernels.triton import blocks as device
 from daf.kernels.triton.philox import flip_signs, sign_words, spread_signs
 
 _LEAST_ENERGY = tl.constexpr(2.0**-60)
@@ -44,18 +24,19 @@ _UNUSUAL = tl.constexpr(-1)
 @triton.jit
 def _spread(centred, BLOCKS: tl.constexpr):
     """Return the energies of blocks around their mean, and which are peaked, (BLOCKS,) each."""
-    fours = add_halves(add_halves(centred * centred, BLOCKS, 256), BLOCKS, 128)
-    energy = tree_sum(fours, BLOCKS, FIRST=2)
-    return energy, tree_sum(fours * fours, BLOCKS, FIRST=2) * _PEAKED_FACTOR > energy * energy
+    fours = device.add_halves(device.add_halves(centred * centred, BLOCKS, 256), BLOCKS, 128)
+    energy = device.tree_sum(fours, BLOCKS, FIRST=2)
+    peak = device.tree_sum(fours * fours, BLOCKS, FIRST=2)
+    return energy, peak * _PEAKED_FACTOR > energy * energy
 
 
 @triton.jit
 def _centre(values, valid, real_count, prescale, unscale, BLOCKS: tl.constexpr):
     """Return blocks around their rounded mean; the mean's bf16 pattern; energy; who is peaked."""
     scaled = values * prescale[:, None]
-    average = tl.math.div_rn(tree_sum(scaled, BLOCKS), real_count)
-    mean = nearest_bfloat16(average * unscale)
-    origin = widen_bfloat16(mean) * prescale
+    average = tl.math.div_rn(device.tree_sum(scaled, BLOCKS), real_count)
+    mean = device.nearest_bfloat16(average * unscale)
+    origin = device.widen_bfloat16(mean) * prescale
     centred = tl.where(valid, scaled - origin[:, None], 0.0)
     energy, peaked = _spread(centred, BLOCKS)
     return centred, mean, energy, peaked
@@ -75,7 +56,7 @@ def _centre_any(values, valid, real_count, BLOCKS: tl.constexpr):
     one = real_count * 0.0 + 1.0
     _, _, energy, _ = _centre(values, valid, real_count, one, one, BLOCKS)
     ordinary = _is_ordinary(energy)
-    prescale, unscale, finite = prescale_of(values, BLOCKS)
+    prescale, unscale, finite = device.prescale_of(values, BLOCKS)
     prescale, unscale = tl.where(ordinary, one, prescale), tl.where(ordinary, one, unscale)
     known = tl.where(finite[:, None], values, 0.0)
     centred, mean, energy, peaked = _centre(known, valid, real_count, prescale, unscale, BLOCKS)
@@ -88,8 +69,8 @@ def _centre_usual(values, real_count, BLOCKS: tl.constexpr):
 
     Their elements are finite: the energy would not be.
     """
-    mean = nearest_bfloat16(tree_sum(values, BLOCKS) * _PART)
-    centred = values - widen_bfloat16(mean)[:, None]
+    mean = device.nearest_bfloat16(device.tree_sum(values, BLOCKS) * _PART)
+    centred = values - device.widen_bfloat16(mean)[:, None]
     energy, peaked = _spread(centred, BLOCKS)
     one = real_count * 0.0 + 1.0
     usual = _is_ordinary(energy) & (real_count == 256.0) & (peaked == 0)
@@ -123,7 +104,7 @@ def _transform_again(values, matrix, blocks, peaked, key_low, key_high, BLOCKS: 
     if tl.max(peaked.to(tl.int32), axis=0) != 0:
         words = sign_words(key_low, key_high, blocks, 1, BLOCKS)
         again = _between_rounds(values, spread_signs(words, BLOCKS))
-        again = hadamard(again, matrix, BLOCKS, NARROW=False)
+        again = device.hadamard(again, matrix, BLOCKS, NARROW=False)
         values = tl.where(peaked[:, None], again, values)
     return values
 
@@ -205,23 +186,23 @@ def _encode(
     factor = tl.math.div_rn(length * 0.0 + _LENGTH, length)
     integers = _to_integers(centred * factor[:, None])
     rotated = flip_signs(integers, spread_signs(words, BLOCKS))
-    rotated = hadamard(rotated, matrix, BLOCKS, NARROW=False)
+    rotated = device.hadamard(rotated, matrix, BLOCKS, NARROW=False)
     if WHICH != USUAL_BLOCKS:
         rotated = _transform_again(rotated, matrix, blocks, peaked, key_low, key_high, BLOCKS)
     cells, products = _find_cells(rotated, table, BITS)
     product = _sum_products(products, BLOCKS)
     gain = tl.math.div_rn(norm * _LENGTH_TIMES_UNIT, tl.where(some, product, 1).to(tl.float32))
-    step = nearest_bfloat16(gain * unscale) | tl.where(peaked, 0x8000, 0)
+    step = device.nearest_bfloat16(gain * unscale) | tl.where(peaked, 0x8000, 0)
     step = tl.where(norm == 0.0, 0, step)
-    good = finite & is_finite_bfloat16(mean) & is_finite_bfloat16(step)
-    pair = tl.where(usual, joined_headers(mean, step, good), _UNUSUAL)
-    store_headers(planes, blocks, there, pair, BITS)
+    good = finite & device.is_finite_bfloat16(mean) & device.is_finite_bfloat16(step)
+    pair = tl.where(usual, device.joined_headers(mean, step, good), _UNUSUAL)
+    device.store_headers(planes, blocks, there, pair, BITS)
     written = (good & (norm != 0.0))[:, None]
     full = blocks * 8 < full_runs * planes.page_words.to(tl.int64)
     for plane in tl.static_range(KEPT):
         exists = there & (full | (plane < KEPT - 1))
-        packed = tl.where(written, bit_words((cells & (8 >> plane)) != 0, BLOCKS), 0)
-        store_words(planes, plane, blocks, exists, packed, BLOCKS)
+        packed = tl.where(written, device.bit_words((cells & (8 >> plane)) != 0, BLOCKS), 0)
+        device.store_words(planes, plane, blocks, exists, packed, BLOCKS)
 
 
 # Lanes side by side load elements side by side, one each, so that halves of a block are added in
@@ -249,18 +230,18 @@ def encode_rotated(
     WHICH: all blocks; or the usual, and a mark into the others' headers; or those so marked. The
     registers that an unusual block takes would leave room for half as many warps.
     """
-    matrix, first = hadamard_matrix(), tl.program_id(0).to(tl.int64) * (TURNS * BLOCKS)
+    matrix, first = device.hadamard_matrix(), tl.program_id(0).to(tl.int64) * (TURNS * BLOCKS)
     every = first + tl.arange(0, TURNS * BLOCKS)
     words = sign_words(key_low, key_high, every, 0, TURNS * BLOCKS)  # of many, so no lane idles
     for turn in range(TURNS):
         blocks = first + turn * BLOCKS + tl.arange(0, BLOCKS)
-        valid, there = which_exist(blocks, count)
+        valid, there = device.which_exist(blocks, count)
         real_count = tl.minimum(tl.maximum(count - blocks * 256, 1), 256).to(tl.float32)
         if WHICH == UNUSUAL_BLOCKS:
-            place = header_place(planes, tl.where(there, blocks, 0), BITS)
+            place = device.header_place(planes, tl.where(there, blocks, 0), BITS)
             there = there & (tl.load(planes.headers + place, mask=there, other=0) == _UNUSUAL)
         if (WHICH != UNUSUAL_BLOCKS) or (tl.max(there.to(tl.int32), axis=0) != 0):
-            values = load_values(source, blocks, valid, affine, TYPE)
+            values = device.load_values(source, blocks, valid, affine, TYPE)
             if WHICH == USUAL_BLOCKS:
                 centre = _centre_usual(values, real_count, BLOCKS)
             else:
@@ -287,13 +268,13 @@ def encode_rotated(
 def _decode_level(planes, levels, blocks, there, full, KEPT: tl.constexpr, BLOCKS: tl.constexpr):
     """Return (BLOCKS, 256) float32: levels by the planes that each run has."""
     if KEPT == 1:
-        signs = load_plane(planes, 0, blocks, there, BLOCKS)
+        signs = device.load_plane(planes, 0, blocks, there, BLOCKS)
         level = tl.where(signs != 0, tl.load(levels + 8), tl.load(levels))
     else:
         cells = tl.zeros((BLOCKS, 256), tl.int32)
         for plane in tl.static_range(KEPT):
             exists = there & (full | (plane < KEPT - 1))
-            bits = load_plane(planes, plane, blocks, exists, BLOCKS)
+            bits = device.load_plane(planes, plane, blocks, exists, BLOCKS)
             cells += bits << (3 - plane)
         level = tl.load(levels + tl.where(full, 0, 16)[:, None] + cells)
     return level
@@ -322,20 +303,20 @@ def decode_rotated(
 
     ``levels`` holds the table of KEPT planes, then that of one less; ``factors`` likewise.
     """
-    blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
+    blocks = first_block.to(tl.int64) + device.tile_blocks(BLOCKS)
     there = blocks * 256 < count
-    mean, step, good = load_headers(planes, blocks, there, BITS)
+    mean, step, good = device.load_headers(planes, blocks, there, BITS)
     full = blocks * 8 < full_runs * planes.page_words.to(tl.int64)
     level = _decode_level(planes, levels, blocks, there, full, KEPT, BLOCKS)
-    matrix, peaked = hadamard_matrix(), step.to(tl.int32, bitcast=True) < 0
+    matrix, peaked = device.hadamard_matrix(), step.to(tl.int32, bitcast=True) < 0
     # Levels are at most 127, so that sums of sixteen are narrow.
-    rotated = hadamard(level, matrix, BLOCKS, NARROW=True)
+    rotated = device.hadamard(level, matrix, BLOCKS, NARROW=True)
     rotated = _transform_again(rotated, matrix, blocks, peaked, key_low, key_high, BLOCKS)
     words = sign_words(key_low, key_high, blocks, 0, BLOCKS)
     rotated = flip_signs(rotated, spread_signs(words, BLOCKS))
     factor = tl.abs(step) * tl.load(factors + tl.where(full, 0, 1))
     mean = tl.where(good, mean, float("nan"))
     values = mean[:, None] + factor[:, None] * rotated
-    write_values(
+    device.write_values(
         destination, values, blocks, first_block, affine, mask, count, TYPE, ACCUMULATE, BLOCKS
     )

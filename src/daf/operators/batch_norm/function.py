@@ -124,12 +124,7 @@ class NormHeld(NormSave):
 
 
 def run_forward(
-    norm: Norm,
-    addend: Tensor | None,
-    most: float | None,
-    holder: InputHolder,
-    *,
-    owned: bool = False,
+    norm: Norm, addend: Tensor | None, most: float | None, holder: InputHolder, *, owned: bool
 ) -> tuple[Tensor, NormHeld]:
     """Return the result, in the input's layout, and what backward needs.
 

@@ -85,11 +85,10 @@ class ChunkedProduct(torch.autograd.Function):
             owned = holders_of(gradient) == sole_holders()
             saved_input, saved_weight = saves_read_by(lambda: ctx.saved_tensors)
             weight, held = saved_weight.restore(Scratch()), saved_input.held
-            needs = ctx.needs_input_grad[:3]
             if isinstance(held, Rederived) or (ctx.chunk_bytes and isinstance(held, Kept)):
-                found = _in_chunks(ctx, gradient, held, weight, needs, owned=owned)
+                found = _in_chunks(ctx, gradient, held, weight, owned=owned)
             else:
-                x = saved_input.restore(Scratch())
+                x, needs = saved_input.restore(Scratch()), ctx.needs_input_grad[:3]
                 found = ctx.product.backward(gradient, x, weight, needs)
             return (*found, None, None)
 
@@ -103,14 +102,9 @@ def _differentiable(ctx: Any, gradient: Tensor) -> Gradients:
 
 
 def _in_chunks(
-    ctx: Any,
-    gradient: Tensor,
-    held: Rederived | Kept,
-    weight: Tensor,
-    needs: Sequence[bool],
-    *,
-    owned: bool,
+    ctx: Any, gradient: Tensor, held: Rederived | Kept, weight: Tensor, *, owned: bool
 ) -> Gradients:
+    needs = ctx.needs_input_grad[:3]
     whole = _room(held.layout, gradient, owned=owned) if needs[0] else None
     of_weight: Tensor | None = None
     of_bias: Tensor | None = None

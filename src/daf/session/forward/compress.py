@@ -31,6 +31,9 @@ from daf.session.forward.runner import ForwardRunner
 from daf.torch_compat.modules import Uncopied, around_calls
 
 _OF_MODEL = "_daf_budget"  # the attribute by which a model finds its own
+_REPORTED = """
+calls peak_bytes saved_bytes_plain saved_bytes_peak evicted_bytes unplanned_because
+"""
 # A script that calls its layers one by one, and has many, is not planned for layer by layer.
 MOST_MODELS = 32
 
@@ -132,14 +135,9 @@ class BudgetedForward(Uncopied):
             return {"model": type(self.model).__name__, "calls": 0}
         return {
             "model": type(self.model).__name__,
-            "calls": runner.calls,
-            "peak_bytes": runner.peak_bytes,
-            "saved_bytes_plain": runner.saved_bytes_plain,
-            "saved_bytes_peak": runner.saved_bytes_peak,
-            "evicted_bytes": runner.evicted_bytes,
+            **{name: getattr(runner, name) for name in _REPORTED.split()},
             "plan": plan.policy.name if plan else None,
             "choices": list(plan.choices) if plan else [],
-            "unplanned_because": runner.unplanned_because,
         }
 
     def _repr_html_(self) -> str:

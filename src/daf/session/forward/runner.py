@@ -170,14 +170,8 @@ class ForwardRunner(SessionReadings):
         controller, counters = self._plan_controller, self._runner.counters
         with owners.turn, modes_restored():
             self._learn()
-            context = StepContext.of(
-                self.model,
-                batch,
-                self._losses.stand_in,
-                self._splitting,
-                self._seed,
-                counters.step_index,
-            )
+            loss_fn, splitting, index = self._losses.stand_in, self._splitting, counters.step_index
+            context = StepContext.of(self.model, batch, loss_fn, splitting, self._seed, index)
             self._examples = max(self._examples, context.info.examples)
             is_new = controller.selector.plan is None
             if context.info.nbytes <= controller.planned_for_bytes:

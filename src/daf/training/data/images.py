@@ -124,9 +124,8 @@ def crop_and_flip(images: ByteArray, generator: np.random.Generator) -> ByteArra
     along = np.arange(size)
     rows = tops + along
     columns = lefts + np.where(mirrored, along[::-1], along)
-    moved: ByteArray = padded[
-        np.arange(count)[:, None, None], rows[:, :, None], columns[:, None, :]
-    ]
+    each = np.arange(count)[:, None, None]
+    moved: ByteArray = padded[each, rows[:, :, None], columns[:, None, :]]
     return moved
 
 
@@ -156,10 +155,8 @@ def checked_channels(data: ImageData, wanted: int) -> int:
 
 def input_channels(model: nn.Module, otherwise: int) -> int:
     """Return the channels of the model's first convolution; ``otherwise`` if it has none."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            return module.in_channels
-    return otherwise
+    convolutions = (each for each in model.modules() if isinstance(each, nn.Conv2d))
+    return next((each.in_channels for each in convolutions), otherwise)
 
 
 class ImageTask(Task):
