@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from made_up import MB
 
 from daf.memory import process_memory
@@ -34,6 +35,10 @@ def test_a_run_leaves_its_plan_and_the_page_shows_it(daf: Daf) -> None:
     account = dict(plan["account"])
     assert account.pop("predicted_peak") == sum(account.values())
     assert account["floor"] == summary["floor_bytes"]
+    moments = plan["saved_by_moment"]
+    assert max(moments["plain"]) == pytest.approx(summary["saved_bytes_plain"], rel=0.02)
+    assert max(moments["held"]) < max(moments["plain"]) / 2
+    assert 0 < plan["forward_moments"] < len(moments["held"]) == len(moments["again"])
     rows = sites("run")
     assert {"mask", "keep"} <= {row["method"] for row in rows}
     assert sum(row["held_bytes"] for row in rows) < sum(row["plain_bytes"] for row in rows)

@@ -60,6 +60,12 @@ PLAN: dict[str, Any] = {
         "norm:batch_norm#0[1], head:linear#0[0]: kept: not alive at the peak",
     ],
     "replayed": ["block"],
+    "forward_moments": 2,
+    "saved_by_moment": {
+        "plain": [50 * MB, 90 * MB, 90 * MB, 40 * MB],
+        "held": [20 * MB, 30 * MB, 60 * MB, 20 * MB],
+        "again": [0, 0, 40 * MB, 0],
+    },
     "predicted_peak_bytes": 560 * MB,
     "account": {
         "floor": 300 * MB,

@@ -31,7 +31,7 @@ from daf.files.records import read_json, read_lines, write_json, write_lines
 from daf.report.comparison import COLUMNS, findings, row
 from daf.report.page import page
 from daf.report.picture import draw
-from daf.report.run_charts import charts_of, waterfall
+from daf.report.run_charts import charts_of, moments_chart, waterfall
 from daf.report.runs import Run, read_run, read_runs
 from daf.report.scale import thinned, ticks
 from daf.report.terminal import show_report, spark
@@ -204,6 +204,23 @@ def test_the_waterfall_stands_on_itself_and_ends_in_the_peaks(make_run: Any) -> 
     assert terms[-1].end_bytes == bars[-2].end_bytes == 560 * MB
 
 
+def test_what_is_held_for_backward_is_drawn_moment_by_moment(make_run: Any) -> None:
+    folder = make_run()
+    (chart,) = moments_chart(read_run(folder))
+    drawn = {each.name: [y for _, y in each.points] for each in chart.series}
+    assert drawn == {
+        "plain PyTorch": [50.0, 90.0, 90.0, 40.0],
+        "this plan": [20.0, 30.0, 60.0, 20.0],
+        "of it computed again": [0.0, 0.0, 40.0, 0.0],
+    }
+    assert [(each.name, each.start, each.end) for each in chart.shades] == [
+        *(("forward", 0, 2), ("backward", 2, 4))
+    ]
+    assert chart.title in page([read_run(folder)])
+    write_json(folder / "plan.json", read_json(folder / "plan.json") | {"saved_by_moment": {}})
+    assert moments_chart(read_run(folder)) == []  # a plan that no budget made
+
+
 def test_a_plain_run_has_a_waterfall_of_floor_and_peak(make_run: Any) -> None:
     folder = make_run(budget_bytes=None, predicted_peak_bytes=None)
     plan = read_json(folder / "plan.json")
@@ -301,7 +318,7 @@ def test_noise_of_codes_is_drawn_beside_the_batch_s_own(make_run: Any, tmp_path:
     draw(charts_of([read_run(folder)]), tmp_path / "without.png")
     run = read_run(with_noise(folder))
     text = page([run])
-    assert text.count('class="chart"') == 4
+    assert text.count('class="chart"') == 5
     assert "Gradient noise: what codes add, beside the batch&#x27;s own" in text
     assert "[10.0,0.25],[20.0,0.125]" in text
     assert "[10.0,2.0],[20.0,2.0]" in text

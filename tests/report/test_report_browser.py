@@ -68,7 +68,7 @@ def test_everything_is_drawn(opened: Callable[..., Any]) -> None:
     assert tab.locator(".waterfall .bar").count() == 10
     assert tab.locator(".strip").count() == 4
     assert tab.locator(".cell").count() == 5
-    assert tab.locator("figure.chart").count() == 3  # memory, loss, throughput
+    assert tab.locator("figure.chart").count() == 4  # memory, moments, loss, throughput
     assert tab.locator(".chart").first.locator("line.level").count() == 4
     assert tab.locator(".chart").first.locator("rect.shade").count() == 2
     assert tab.locator(".level-names .budget").inner_text() == "budget 600 MB"
@@ -173,10 +173,10 @@ def test_the_page_never_scrolls_sideways(opened: Callable[..., Any], width: int)
 def test_the_keyboard_reaches_everything_in_order(opened: Callable[..., Any]) -> None:
     tab = opened()
     reached = []
-    for _ in range(7):
+    for _ in range(8):
         tab.keyboard.press("Tab")
         reached.append(tab.evaluate("(e => e.classList[0] || e.tagName)(document.activeElement)"))
-    assert reached == ["skip", "chart", "cell", "SUMMARY", "SUMMARY", "chart", "chart"]
+    assert reached == ["skip", "chart", "chart", "cell", "SUMMARY", "SUMMARY", "chart", "chart"]
 
 
 def test_arrow_keys_read_the_plan_aloud(opened: Callable[..., Any]) -> None:

@@ -171,6 +171,11 @@ def test_training_is_plains_bit_for_bit_and_holds_what_was_planned(name: str) ->
         assert session.profile is not None
         assert held <= 1.02 * planned_bytes(session.profile, session.plan.policy) + MIB
         assert held < 0.95 * session.profile.plain_saved_bytes
+        moments = session.plan.saved_by_moment
+        assert held == pytest.approx(max(moments["held"]), rel=0.05)
+        assert max(moments["plain"]) == pytest.approx(session.profile.plain_saved_bytes, rel=0.01)
+        assert max(moments["again"][: session.plan.forward_moments]) < 0.1 * held
+        assert 0 < max(moments["again"]) <= max(moments["held"])
         assert all(each.overrun_bytes == 0 for each in reports)
         assert any("recompute" in line for line in session.plan.choices)
         assert not any(each.added_noise for each in reports)

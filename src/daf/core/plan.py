@@ -23,6 +23,8 @@ class Plan:
     the predicted peak (bytes), adding up to its ``predicted_peak``. ``added_noise``: the expected
     variance that codes add to the gradient, relative to the batch's own. ``bounded_noise``: its
     upper bound, which ``tolerance`` limits; codes count with all that may be computed from them.
+    ``saved_by_moment``: bytes alive for backward at each moment: ``plain`` PyTorch's, ``held`` by
+    this plan, and of these what is computed ``again``. ``forward_moments``: how many come first.
     """
 
     policy: Policy
@@ -37,6 +39,10 @@ class Plan:
     account: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     added_noise: float = 0.0
     bounded_noise: float = 0.0
+    saved_by_moment: Mapping[str, tuple[int, ...]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+    forward_moments: int = 0
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the account of the peak as a bar, and the choices."""

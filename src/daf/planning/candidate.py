@@ -90,7 +90,17 @@ class Candidate:
             account=MappingProxyType(self.account(peak)),
             added_noise=sum(expected_noise(profile, policy, size).values()),
             bounded_noise=self.noise,
+            saved_by_moment=MappingProxyType(self.saved_by_moment()),
+            forward_moments=profile.timeline.forward,
         )
+
+    def saved_by_moment(self) -> dict[str, tuple[int, ...]]:
+        """Return bytes by moment, as ``Plan.saved_by_moment`` has them."""
+        table = self.table
+        shown = {"plain": kept_selection(table), "held": self.selection}
+        shown["again"] = tuple(filter(table.is_again, self.selection))
+        rows = {name: table.usage_of(chosen) - table.base_bytes for name, chosen in shown.items()}
+        return {name: tuple(map(int, row[:-1])) for name, row in rows.items()}
 
     def account(self, predicted_peak_bytes: int) -> dict[str, int]:
         """Return the terms of a predicted peak (bytes), margin included; they add up to it."""

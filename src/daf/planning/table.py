@@ -22,6 +22,7 @@ from daf.planning.options import (
     EXACT,
     HELD,
     KEPT,
+    RECOMPUTED,
     WIDTHS,
     Allowed,
     Family,
@@ -147,6 +148,10 @@ class Table:
             return []
         needed = (each[0] for each in self.needs[column] if len(each) == 1)
         return [each for each in needed if self.option(each).level == HELD]
+
+    def is_again(self, column: int) -> bool:
+        """True if a column's tensors are computed again: a replay, or recipes."""
+        return column >= self.first[-1] or self.option(column).level == RECOMPUTED
 
     def families_of(self, column: int) -> frozenset[int]:
         """Return the families that a column decides: one, or all inside a replayed module."""

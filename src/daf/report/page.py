@@ -81,6 +81,7 @@ def run_section(run: Run, *, alone: bool) -> Markup:
         _tiles(run),
         *(chart.html() for chart in run_charts.memory_charts(run)),
         run_charts.account_chart(run).html(),
+        *(chart.html() for chart in run_charts.moments_chart(run)),
         plan_figure(run),
         _training(run),
         aria_label=f"Run {run.name}",

@@ -21,6 +21,11 @@ _LEVELS = (  # (key in the summary, name, style)
     ("budget_bytes", "budget", "budget"),
 )
 _PHASES = {"profile": "measuring", "evaluate": "testing"}
+_BY_MOMENT = (  # (key in the plan, name, style, whether filled)
+    ("plain", "plain PyTorch", "floor", False),
+    ("held", "this plan", "memory", True),
+    ("again", "of it computed again", "run-1", True),
+)
 _SMOOTHED_FROM_STEPS = 20
 _STYLES_OF_RUNS = 6
 _MB = 1e6
@@ -33,6 +38,7 @@ def charts_of(runs: Sequence[Run]) -> list[LineChart | BarChart]:
     return [
         *memory_charts(runs[0]),
         account_chart(runs[0]),
+        *moments_chart(runs[0]),
         *treatment_chart(runs[0]),
         *training_charts(runs[0]),
     ]
@@ -105,6 +111,25 @@ def waterfall(run: Run) -> list[Bar]:
     if predicted:
         bars.append(Bar("predicted before step 1", "predicted", 0, predicted))
     return [*bars, Bar("measured peak", "measured", 0, run.summary["peak_bytes"] or 0)]
+
+
+def moments_chart(run: Run) -> list[LineChart]:
+    """Return what a micro-batch holds for backward, moment by moment; empty without a plan's."""
+    plan = run.plan or {}
+    rows = plan.get("saved_by_moment") or {}
+    if not rows.get("held"):
+        return []
+    series = [
+        Series(name, [(at, size / _MB) for at, size in enumerate(rows[key])], style, filled, True)
+        for key, name, style, filled in _BY_MOMENT
+    ]
+    forward, count = plan["forward_moments"], len(rows["held"])
+    shades = [
+        Shade("forward", 0, forward, "evaluate"),
+        Shade("backward", forward, count, "profile"),
+    ]
+    title = "Held for backward in a micro-batch, as planned"
+    return [LineChart(title, "moment", "MB", series, (), shades)]
 
 
 def treatment_chart(run: Run) -> list[BarChart]:

@@ -65,6 +65,8 @@ def write_plan_records(job: TrainingJob, folder: RunFolder) -> None:
     if plan is not None:
         predicted = {"predicted_peak_bytes": job.session.predicted_peak_bytes}
         told = {"choices": list(plan.choices), "left_alone": _left_alone(job.session)}
+        told["saved_by_moment"] = dict(plan.saved_by_moment)
+        told["forward_moments"] = plan.forward_moments
         write_json(folder.plan, _facts(plan) | told | predicted)
     rows = [each.as_dict() for each in job.session.sites()]
     if rows:
