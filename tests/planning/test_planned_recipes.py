@@ -14,7 +14,7 @@ from thoroughness import at_most
 from daf.core.policy import KEEP, RECOMPUTE, Method, Need
 from daf.core.profile import ZERO, Affine, Profile, Recipe, Saving
 from daf.planning.candidate import with_margin
-from daf.planning.options import RECOMPUTED, Allowed
+from daf.planning.options import HELD, RECOMPUTED, Allowed
 from daf.planning.table import kept_selection, make_table, unmet
 
 LOSSLESS = Allowed(replay=False, widths=(), methods=frozenset(Method) - {Method.SPILL})
@@ -39,7 +39,8 @@ def test_an_option_holds_its_result_while_it_is_read_and_needs_its_leaf_kept() -
     measured = behind(saving(0, 3, Need.NORM, ELEMENTS))
     table = make_table(measured, 1, LOSSLESS)
     assert [[each.level for each in own] for own in table.options] == [
-        *(["keep"], ["keep", RECOMPUTED], ["keep", RECOMPUTED])
+        *(["keep"], ["keep", RECOMPUTED], ["keep", RECOMPUTED]),
+        ["keep", HELD],  # the graph of values, which is recorded for all
     ]
     option = table.options[1][1]
     assert option.treatments == {measured.savings[1].site: RECOMPUTE}
@@ -48,8 +49,10 @@ def test_an_option_holds_its_result_while_it_is_read_and_needs_its_leaf_kept() -
     assert {(each.first, each.last, each.nbytes) for each in option.spans} == {
         *((4, 4, NBYTES), (4, 4, NBYTES / 2))
     }
+    recording = int(table.first[-1]) - 1
     chosen = set(kept_selection(table)) - {int(table.first[1])} | {int(table.first[1]) + 1}
-    assert not unmet(table, chosen)
+    assert unmet(table, chosen) == {int(table.first[1]) + 1}
+    assert not unmet(table, {*chosen, recording} - {recording - 1})
 
 
 def test_a_leaf_that_is_coded_is_no_leaf() -> None:
@@ -58,7 +61,7 @@ def test_a_leaf_that_is_coded_is_no_leaf() -> None:
     table = make_table(measured, 1, coding)
     norm = next(at for at, each in enumerate(table.options[0]) if each.level == "2")
     again = next(at for at, each in enumerate(table.options[1]) if each.level == RECOMPUTED)
-    chosen = {norm, int(table.first[1]) + again, int(table.first[2])}
+    chosen = {norm, int(table.first[1]) + again, int(table.first[2]), int(table.first[-1]) - 1}
     assert unmet(table, chosen) == {int(table.first[1]) + again}
 
 
@@ -73,7 +76,7 @@ def test_leaves_that_recipes_share_are_held_once() -> None:
     table = make_table(measured, 1, LOSSLESS)
     again = [int(first) + 1 for first in table.first[:3]]
     leaves = {leaf for column in again for leaf in table.leaves_of(column)}
-    assert len(leaves) == len(parts)
+    assert len(leaves) == 1 + len(parts)
     assert unmet(table, {*again}) == {*again}
     selection = [*again, *leaves]
     assert not unmet(table, {*selection})
@@ -81,6 +84,21 @@ def test_leaves_that_recipes_share_are_held_once() -> None:
     # In forward, the parts; in backward also what is read, and what its recipe needs meanwhile.
     assert list(above[:3] / NBYTES) == [0.25, 0.5, 0.75]
     assert above[3:6].max() == (0.75 + 1.0 + 0.5) * NBYTES
+
+
+def test_recording_is_paid_once_and_only_where_anything_is_computed_again() -> None:
+    measured = replace(behind(saving(0, 3, Need.NORM, ELEMENTS)), recording_ms=5.0)
+    table = make_table(measured, 1, LOSSLESS)
+    kept = table.peak_bytes(kept_selection(table))
+    for fewer, added_ms in ((0, 0.0), (1, 5.0 + 1.0)):
+        limit = with_margin(measured, kept - fewer * NBYTES // 2)
+        found = planned.choose(measured, limit, tolerance=0.0, allowed=LOSSLESS)
+        assert found is not None
+        assert found.step_ms - measured.step_ms(1) == pytest.approx(added_ms)
+    # With codes allowed, a model whose operators are small is not recorded for one tensor.
+    coding = replace(LOSSLESS, widths=(4, 2))
+    plan = planned.make_plan(measured, limit, tolerance=10.0, allowed=coding)
+    assert not plan.policy.records_values
 
 
 @pytest.mark.parametrize("need", [Need.SIGN, Need.SHAPE])

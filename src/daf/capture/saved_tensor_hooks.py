@@ -146,6 +146,8 @@ class SavedTensorHooks:
 
     def close(self) -> None:
         """Drop what an interrupt left unsettled, wherever it came: outputs hold their own graph."""
+        if self.watcher is not None and self.recorder is not None:
+            self.watcher.recorded(self.recorder.own_ms)
         for saved in self._unsettled:
             saved.drop()
 

@@ -182,6 +182,7 @@ class Profile:
     recycles: bool = False  # freed blocks, under a hard limit (``memory.process_limit``)
     chunk_bytes: int = 0  # of the whole batch with fused operators (0: measured without)
     part_bytes: int = 0  # the most that a fused normalisation decodes at a time
+    recording_ms: float = 0.0  # of the graph of values, in a micro-batch that recomputes
     fusions: tuple[FusionReport, ...] = ()  # which operators are fused, and why others are not
 
     @property

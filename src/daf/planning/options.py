@@ -34,6 +34,7 @@ from daf.core.units import pinned_bytes
 from daf.planning.option_costs import OptionCosts, Span, code_key
 
 WIDTHS = (8, 4, 3, 2, 1)
+RECORDING = -1  # numbers what all recipes need: the graph of values
 KEPT, EXACT, SPILLED, RECOMPUTED, HELD = "keep", "exact", "spill", "recompute", "held for others"
 _LEAST_SCORES = f"{LEAST_SCORE_BITS} with scores"
 _ON_HOST = " on the host"
@@ -187,18 +188,24 @@ class OptionMaker:
         return replace(
             again,
             requires_kept=frozenset().union(*(each.kept for each in recipes)),
-            leaves=frozenset(number for each in recipes for number, _ in each.held),
+            leaves=frozenset(number for each in recipes for number, _ in each.held) | {RECORDING},
         )
 
     def leaves(self) -> dict[int, Option]:
-        """Return, by number, what holds a leaf that recipes share, as long as one may need it."""
+        """Return, by number, what holds a leaf that recipes share, as long as one may need it.
+
+        ``RECORDING`` holds nothing, and takes the time that every recipe needs.
+        """
         spans: dict[int, Span] = {}
         for saving in self._profile.savings:
             for number, size in saving.recipe.held if saving.recipe else ():
                 before = spans.get(number, Span(saving.saved, saving.released, 0.0))
                 last = max(before.last, saving.released)
                 spans[number] = Span(before.first, last, size.at(self._examples))
-        return {number: Option(HELD, {}, (span,), 0.0, 0.0) for number, span in spans.items()}
+        found = {number: Option(HELD, {}, (span,), 0.0, 0.0) for number, span in spans.items()}
+        if any(saving.recipe for saving in self._profile.savings):
+            found[RECORDING] = Option(HELD, {}, (), self._profile.recording_ms, 0.0)
+        return found
 
     def _option(
         self,

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from daf.core.policy import KEEP, SMALL_BYTES, Method, Need, Reading, Site
-from daf.core.profile import Affine, CallProfile, Recipe, Saving, Timeline, decoded_bytes
+from daf.core.profile import Affine, CallProfile, Profile, Recipe, Saving, Timeline, decoded_bytes
 from daf.saved_tensors.observation import Observation, ObservedTensor
 
 _NOT_CODED = (Need.EXACT, Need.INPUT)
@@ -39,11 +39,12 @@ def build(observations: Sequence[Observation]) -> MicroBatchParts:
     )
 
 
-def with_recipes(savings: Sequence[Saving], recomputing: Observation) -> tuple[Saving, ...]:
-    """Return savings with the recipes of a step that recomputed what it could."""
+def with_recipes(profile: Profile, recomputing: Observation) -> Profile:
+    """Return a profile with the recipes of a step that recomputed what it could."""
     kept = {each.storage: each.site for each in recomputing.saves if each.treatment == KEEP}
     found = {each.site: _recipe(each, kept, recomputing.examples) for each in recomputing.saves}
-    return tuple(replace(each, recipe=found.get(each.site)) for each in savings)
+    savings = tuple(replace(each, recipe=found.get(each.site)) for each in profile.savings)
+    return replace(profile, savings=savings, recording_ms=recomputing.recording_ms)
 
 
 def _recipe(saved: ObservedTensor, kept: Mapping[int, Site], examples: int) -> Recipe | None:

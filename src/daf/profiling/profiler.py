@@ -11,7 +11,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -345,8 +345,7 @@ class Profiler:
             except SavedTensorError:  # the model does something else each time
                 self._recover()
                 return found
-        savings = recomputing and with_recipes(found.savings, recomputing)
-        return replace(found, savings=savings or found.savings)
+        return found if recomputing is None else with_recipes(found, recomputing)
 
     def _replay_refusals(
         self, context: StepContext, smallest: Observation, times: Times, budget_bytes: int

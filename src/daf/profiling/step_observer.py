@@ -178,6 +178,10 @@ class Observer:
         key = content_key(save.tensor, save.saved.version) if has_geometry else (save.site,)
         return self._contents.setdefault((source, *key), len(self._contents))
 
+    def recorded(self, ms: float) -> None:
+        """Note the time that recording the graph of values took."""
+        self.found.recording_ms = ms
+
     def reading(self, saved: packed_tensor.SavedTensor) -> None:
         """Note that backward reads a tensor."""
         record = self._by_saved.get(id(saved))

@@ -109,6 +109,7 @@ class Observation:
     decode: dict[Method, MethodTime] = field(default_factory=dict)
     forward: int = 0  # the first moments, those of the forward pass
     step_ms: float = 0.0  # forward and backward, without encoding and decoding
+    recording_ms: float = 0.0  # of the graph of values
     plain_bytes: int = 0
     chunk_bytes: int = 0  # decoded at a time, at most
     part_bytes: int = 0  # likewise of a fused activation
@@ -151,6 +152,9 @@ class Watcher(Protocol):
 
     def saved(self, save: Save) -> None:
         """Note a save."""
+
+    def recorded(self, ms: float) -> None:
+        """Note the time that recording the graph of values took, when forward is over."""
 
     def reading(self, saved: SavedTensor) -> None:
         """Note that backward begins to read a save."""

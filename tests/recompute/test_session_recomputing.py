@@ -164,7 +164,7 @@ def test_training_is_plains_bit_for_bit_and_holds_what_was_planned(name: str) ->
     model = made(name)
     with session_at(model, loss_of, batch, SHARES[name], policy="checkpoint") as session:
         reports = [session.step(batch, loss_of) for _ in range(3)]
-        assert methods(session)[Method.RECOMPUTE] >= 3
+        assert methods(session)[Method.RECOMPUTE] >= 1
         assert not methods(session)[Method.ROTATED]
         assert all(torch.equal(each, expected[key]) for key, each in model.state_dict().items())
         held = max(each.saved_bytes for each in reports)
