@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from simulated_memory import NOBODY_S_BYTES, SimulatedDevice
 from torch import Tensor, nn
 
+import daf
 from daf.core.errors import BudgetError, PlatformError, UnknownNameError
 from daf.core.policy import Method
 from daf.core.step_report import StepReport
@@ -34,6 +36,16 @@ from daf.training.settings import TrainSettings
 MIB = 2**20
 Batch = tuple[Tensor, Tensor]
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _tables_exist() -> None:
+    """Make GELU's and SiLU's tables: the simulated device is the memory in which they are made."""
+    for function, bits in product((F.gelu, F.silu), (2, 3, 4)):
+        x = torch.randn(8, 1024, requires_grad=True)
+        with daf.compress(nn.Identity(), bits=bits):
+            loss = function(2 * x).sum()
+        loss.backward()
 
 
 def model() -> nn.Sequential:
