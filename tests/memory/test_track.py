@@ -74,6 +74,7 @@ def test_the_history_names_module_and_operator_forward_and_backward() -> None:
 def test_the_history_adds_up_and_says_who_holds_what_at_the_peak() -> None:
     gc.collect()
     with track() as tracking:
+        others = number("live_bytes.current")  # arrays that earlier tests' libraries keep
         before = torch.zeros(MIB)
         with History() as history:
             first = torch.zeros(2 * MIB)
@@ -81,16 +82,16 @@ def test_the_history_adds_up_and_says_who_holds_what_at_the_peak() -> None:
             del second
             third = torch.full((MIB // 2,), 2.0)
             del before
-    live = 4 * MIB
+    live = others + 4 * MIB
     changes = [event for event in history.events if abs(event.bytes) >= MIB]
     assert [event.bytes // MIB for event in changes] == [8, 4, -4, 2, -4]
     for event in changes:
         live += event.bytes
         assert event.live_bytes == live
-    assert history.peak_bytes == tracking.peak_bytes == 16 * MIB
+    assert history.peak_bytes == tracking.peak_bytes == others + 16 * MIB
     held = {(holder.module, holder.operator): holder.bytes for holder in history.at_peak()}
-    assert held[("(before recording)", "")] == 4 * MIB
-    assert sum(held.values()) == 16 * MIB
+    assert held[("(before recording)", "")] == others + 4 * MIB
+    assert sum(held.values()) == others + 16 * MIB
     assert history.dropped == 0
     del first, third
 
@@ -113,28 +114,31 @@ def active(found: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_snapshot_lists_every_large_block_with_its_asker() -> None:
     gc.collect()
     with track(history=True):
+        others = {block["address"] for block in active(snapshot())}
         kept = [torch.zeros(MIB), torch.ones(2 * MIB).mul(3)]
-        blocks = active(snapshot())
+        blocks = [each for each in active(snapshot()) if each["address"] not in others]
         assert [block["size"] for block in blocks] == [4 * MIB, 8 * MIB]
         assert blocks[0]["address"] == kept[0].data_ptr()
         assert blocks[1]["frames"] == [{"filename": "", "line": 0, "name": "aten.mul.Tensor"}]
         del kept
-        assert active(snapshot()) == []
+        assert {block["address"] for block in active(snapshot())} <= others
 
 
 def test_pytorch_s_viewer_reads_a_snapshot() -> None:
     """Its own parser, of the file that a user would write: the same bytes, and pages of it."""
     gc.collect()
     with track():
+        others = active(snapshot())
         kept = [torch.zeros(MIB), torch.zeros(2 * MIB)]
         found = snapshot()
+    nbytes = 12 * MIB + sum(each["size"] for each in others)
     read = pickle.loads(pickle.dumps(found, protocol=4))
-    assert read["statistics"]["live_blocks.large"] == len(kept)
-    assert sum(map(_memory_viz.calc_active, read["segments"])) == 12 * MIB
-    assert f"total_allocated: {_memory_viz.Bytes(12 * MIB)}" in _memory_viz.segsum(read)
+    assert read["statistics"]["live_blocks.large"] == len(kept) + len(others)
+    assert sum(map(_memory_viz.calc_active, read["segments"])) == nbytes
+    assert f"total_allocated: {_memory_viz.Bytes(nbytes)}" in _memory_viz.segsum(read)
     flames = _memory_viz.memory(read, format_flamegraph=str)
     held = [line for line in flames.splitlines() if "active_allocated" in line]
-    assert sum(int(line.rpartition(" ")[2]) for line in held) == 12 * MIB
+    assert sum(int(line.rpartition(" ")[2]) for line in held) == nbytes
     assert _memory_viz.trace(read).count("alloc") == 0
     for page in (_memory_viz.trace_plot(read), _memory_viz.segment_plot(read)):
         assert "snapshot.pickle" in page
