@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.core.errors import SavedTensorError
-from daf.core.policy import KEEP, RECOMPUTE, Method, Policy
+from daf.core.plan import Plan
+from daf.core.policy import KEEP, RECOMPUTE, Method, Policy, policy_for
 from daf.core.profile import Profile
 from daf.memory import process_memory
 from daf.memory.glibc import return_free_memory
@@ -257,3 +259,56 @@ def test_what_changes_between_forward_and_backward_is_an_error_and_no_step() -> 
         with pytest.raises(SavedTensorError, match="computed again"):
             session.step(batch, meddling)
         assert all(torch.equal(each, before[key]) for key, each in model.named_parameters())
+
+
+class Block(nn.Module):
+    """A transformer's: attention with dropout, GELU, two shortcuts."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 4, dropout=0.1, batch_first=True)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norms[0](x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + F.dropout(self.down(F.gelu(self.up(self.norms[1](x)))), 0.1, self.training)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("micro_batch", "releases"), [(8, False), (8, True), (3, False)])
+def test_parts_released_gradients_and_autocast_change_no_bit(
+    autocast: bool, micro_batch: int, releases: bool
+) -> None:
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Embedding(50, 48), Block(), Block(), nn.Linear(48, 50))
+    tokens = torch.randint(50, (8, 33))
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def next_token(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            scores = model(batch[0])
+        return F.cross_entropy(scores.float().flatten(0, 1), batch[1].flatten())
+
+    def trained(bits: str) -> tuple[dict[str, Tensor], Counter[Method]]:
+        model = deepcopy(base)
+        options = {"release_gradients": True} if releases else {}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with Session(model, optimizer, None, seed=1, **options) as session:  # type: ignore[arg-type]
+            session.plan = Plan(
+                policy_for(bits),
+                micro_batch,
+                0,
+                return_freed_blocks=False,
+                release_gradients=releases,
+            )
+            torch.manual_seed(5)
+            reports = [session.step(batch, next_token) for _ in range(3)]
+            assert (reports[-1].released_gradients > 0) == releases
+            return model.state_dict(), methods(session)
+
+    expected, _ = trained("plain")
+    found, used = trained("exact")
+    assert used[Method.RECOMPUTE] >= 4
+    assert all(torch.equal(each, expected[name]) for name, each in found.items())
