@@ -31,7 +31,7 @@ from daf_bench.conformance.tight import train_tightly
 
 Row = dict[str, Any]
 TIGHT = "tight"
-LEVERS = ("split", "replay", "fused", "coded")
+LEVERS = ("split", "replay", "recomputed", "fused", "coded")
 CODED_SEEDS = 8
 EXPECTED_SEEDS = 12
 # Trials of how far a rounding moves plain: usually, and where it moves it far.
