@@ -78,6 +78,8 @@ def published_figures(result: dict[str, Any]) -> str:
             "|---|---|---|---|---|---|---|---|---|",
             *map(training_line, training),
             "",
+            *(f"- {note}" for note in result["notes"][1:]),
+            "",
             "| | |",
             "|---|---|",
             *(f"| {_words(name)} | {number(value)} |" for name, value in result["figures"].items()),
