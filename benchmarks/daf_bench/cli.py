@@ -39,6 +39,7 @@ from daf_bench.cli_output import (
     to_file,
     to_picture,
 )
+from daf_bench.cli_papers import papers_command
 from daf_bench.cli_peers import peers_command
 from daf_bench.cli_values import values_command
 from daf_bench.kernels import bit_packing, device_codecs
@@ -67,6 +68,7 @@ from daf_bench.workloads import named_workloads
 app = typer.Typer(help="Measure DAF against what a user would pick instead.", rich_markup_mode=None)
 
 app.command("peers")(peers_command)
+app.command("papers")(papers_command)
 app.command("conformance")(conformance_command)
 app.command("faults")(faults_command)
 app.command("doors")(doors_command)

@@ -27,6 +27,7 @@ from door_tables import doors_figures
 from gpu_tables import gpu_figures, gpu_kernel_figures, gpu_reduce_figures
 from host_tables import hosts_figures
 from operator_tables import operator_speed_figures, operators_figures
+from paper_tables import experiments_table, published_figures
 from papers import packing_figures, policy_lines, reduce_figures, varying_figures
 from side_by_side import peers_figures
 from words import MB, ROOT, measured_by, picture
@@ -335,6 +336,7 @@ TABLES = (
     (ROOT / "docs" / "sweep.md", "pressure", pressure_figures),
     (ROOT / "docs" / "sensitivity.md", "accuracy", accuracy_figures),
     (ROOT / "docs" / "peers.md", "peers", peers_figures),
+    (ROOT / "docs" / "papers.md", "papers", published_figures),
     (ROOT / "docs" / "papers.md", "reduce", reduce_figures),
     (ROOT / "docs" / "papers.md", "reduce_varying", varying_figures),
     (ROOT / "docs" / "operators.md", "operators", operators_figures),
@@ -344,6 +346,8 @@ TABLES = (
     (ROOT / "docs" / "gpu.md", "reduce-gpu", gpu_reduce_figures),
     (ROOT / "docs" / "gpu.md", "gpu", gpu_figures),
 )
+# (document, the table's name, by what): tables of several results.
+COLLECTED = ((ROOT / "docs" / "papers.md", "experiments", experiments_table),)
 # (picture beside the documents, the results that it is drawn from, by what).
 PICTURES: tuple[tuple[str, str, Callable[[Any, Path], None]], ...] = (
     ("roofline", "kernels", draw_roofline),
@@ -367,10 +371,20 @@ def begin(name: str) -> str:
 
 def rendered(text: str, name: str, table_of: Callable[[dict[str, Any]], str]) -> str:
     """A document with its figures replaced by those of the results; without results, by none."""
-    before, _, rest = text.partition(begin(name))
-    after = rest.partition(END)[2]
     results = RESULTS / f"{name}.json"
     table = table_of(json.loads(results.read_text())) + "\n" if results.exists() else ""
+    return replaced(text, name, table)
+
+
+def collected(text: str, name: str, table_of: Callable[[], str]) -> str:
+    """A document with a table that reads its results itself."""
+    return replaced(text, name, table_of() + "\n")
+
+
+def replaced(text: str, name: str, table: str) -> str:
+    """A document with another table at this name's mark."""
+    before, _, rest = text.partition(begin(name))
+    after = rest.partition(END)[2]
     return f"{before}{begin(name)}\n{table}{END}{after}"
 
 
@@ -389,12 +403,13 @@ def run(check: bool) -> int:
     """Draw pictures and rewrite the documents, or check these; the process's exit code."""
     if not check:
         draw(ROOT / "docs")
-    for document, name, table_of in TABLES:
-        text = document.read_text()
-        wanted = rendered(text, name, table_of)
-        if check and text != wanted:
-            return 1
-        document.write_text(wanted)
+    for write, tables in ((rendered, TABLES), (collected, COLLECTED)):
+        for document, name, table_of in tables:
+            text = document.read_text()
+            wanted = write(text, name, table_of)
+            if check and text != wanted:
+                return 1
+            document.write_text(wanted)
     return 0
 
 

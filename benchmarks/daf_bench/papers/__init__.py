@@ -1,0 +1,1 @@
+"""``daf bench papers``: the papers part by part, and DAF as published beside DAF's own plan."""

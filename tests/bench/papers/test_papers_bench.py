@@ -1,0 +1,160 @@
+"""DAF as published beside ours: who takes part, what is compared, and that it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daf_bench.harness.method_runner import Way
+from daf_bench.harness.subprocess_channel import ContestantError
+from daf_bench.papers import in_turn
+from daf_bench.papers.figures import figures_of
+from daf_bench.papers.run import PapersJob, run
+from daf_bench.workloads.sources import Sources
+
+MB = 10**6
+PLAIN_MS, PUBLISHED_MS, OURS_MS = 10.0, 30.0, 15.0
+
+
+class MadeUp:
+    """A contender of made-up times and bytes; ``refuses`` says how budgets end."""
+
+    refuses = ""
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+        self.ended = False
+        self.steps = 0
+
+    def prepare(self) -> dict[str, Any]:
+        if self.refuses == "at once" and self.way.policy == "daf":
+            return {"floor_bytes": 100 * MB, "refusal": "needs more", "least_bytes": 900 * MB}
+        return {"floor_bytes": 100 * MB}
+
+    def step(self) -> dict[str, Any]:
+        self.steps += 1
+        if self.way.budget_bytes is None:
+            return {"loss": 1.0, "step_ms": PLAIN_MS, "peak_bytes": 500 * MB}
+        if self.refuses == "late" and self.way.policy == "daf" and self.steps > 4:
+            return {"raised": "no memory"}
+        if self.refuses == "dies" and self.way.policy == "daf":
+            raise ContestantError("it ended")
+        published = self.way.policy == "daf"
+        return {
+            "step_ms": PUBLISHED_MS if published else OURS_MS,
+            "peak_bytes": 300 * MB,
+            "saved_bytes": 60 * MB if published else 20 * MB,
+            "micro_batch": 4,
+            "is_settled": self.steps > 6,
+        }
+
+    def facts(self) -> dict[str, Any]:
+        if self.way.budget_bytes is None:
+            return {"examples": 4, "saved_bytes_peak": None}
+        return {"examples": 4, "session_peak_bytes": 299 * MB, "saved_bytes_plain": 90 * MB}
+
+    def settled_gradient(self, path: Path) -> dict[str, Any]:
+        path.write_bytes(bytes(4) if self.way.budget_bytes else b"\0\0\x80\x3f")
+        return {}
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[MadeUp]]:
+    def install(refuses: str = "") -> list[MadeUp]:
+        started: list[MadeUp] = []
+
+        def start(way: Way) -> MadeUp:
+            started.append(MadeUp(way))
+            started[-1].refuses = refuses
+            return started[-1]
+
+        monkeypatch.setattr(in_turn, "Contender", start)
+        return started
+
+    return install
+
+
+def measured() -> dict[str, dict[str, Any]]:
+    rows = in_turn.measured_in_turn(Way("w6"), 50, 3, lambda _: None)
+    return {row["contestant"]: row for row in rows}
+
+
+def test_both_get_half_of_what_plain_holds_above_the_floor(made_up) -> None:
+    started = made_up()
+    rows = measured()
+    assert [child.way.policy for child in started] == [None, "daf", None]
+    assert [child.way.budget_bytes for child in started] == [None, 300 * MB, 300 * MB]
+    assert all(child.ended for child in started)
+    assert rows["optimal"]["step_vs_daf"] == OURS_MS / PUBLISHED_MS
+    assert rows["daf"]["step_vs_plain"] == PUBLISHED_MS / PLAIN_MS
+    assert rows["daf"]["saved_bytes"] == 60 * MB
+    assert rows["optimal"]["gradient_error"] == 1.0
+    assert len(rows["daf"]["steps_ms"]) == 3
+    assert [child.steps for child in started] == [2 + 3, 7 + 3, 7 + 3]
+
+
+@pytest.mark.parametrize(
+    ("how", "word", "said"),
+    [
+        ("at once", "refused", "needs more"),
+        ("late", "refused", "no memory"),
+        ("dies", "failed", "it ended"),
+    ],
+)
+def test_who_is_refused_has_a_row_with_the_reason_and_the_others_go_on(
+    made_up, how: str, word: str, said: str
+) -> None:
+    made_up(how)
+    rows = measured()
+    assert rows["daf"][word] == said
+    assert "steps_ms" not in rows["daf"]
+    assert len(rows["optimal"]["steps_ms"]) == 3
+    assert "step_vs_daf" not in rows["optimal"]
+
+
+def test_figures_count_what_was_tried_and_name_no_ratio_of_nothing(made_up) -> None:
+    made_up("at once")
+    figures = run(PapersJob(("w6",), steps=3, sources=Sources(None))).figures
+    assert figures["daf_published_tried"] == figures["refused"] == 1
+    assert figures["daf_published_runs"] == figures["compared"] == figures["over_budget"] == 0
+    assert figures["rows"] >= 25
+    assert figures["rows_without_command"] == 0
+    assert "ours_vs_daf_published_saved" not in figures
+
+
+def test_medians_are_over_workloads_and_what_passes_a_budget_is_counted(made_up) -> None:
+    made_up()
+    result = run(PapersJob(("w6", "w3"), steps=3, sources=Sources(None)))
+    assert result.figures["ours_vs_daf_published_saved"] == 3.0
+    assert result.figures["ours_vs_daf_published_step"] == OURS_MS / PUBLISHED_MS
+    assert result.figures["daf_published_runs"] == result.figures["compared"] == 2
+    over = [{**row, "peak_bytes": 301 * MB} if "peak_bytes" in row else row for row in result.rows]
+    figures = figures_of(over)
+    assert figures["over_budget"] == 4
+    assert figures["daf_published_runs"] == 0
+    assert "not measured: w1, w2a" in result.notes[1]
+
+
+def test_it_goes_on_where_it_stopped(made_up, tmp_path: Path) -> None:
+    started, file = made_up(), tmp_path / "rows.jsonl"
+    job = PapersJob(("w6",), steps=3, sources=Sources(None))
+    first = run(job, file)
+    more = run(PapersJob(("w6", "w3"), steps=3, sources=Sources(None)), file)
+    assert len(started) == 6
+    assert [row for row in more.rows if row.get("workload") == "w6"] == [
+        row for row in first.rows if row["part"] == "training"
+    ]
+
+
+@pytest.mark.thorough
+def test_a_small_workload_is_trained_or_refused_by_all() -> None:
+    result = run(PapersJob(("w6",), steps=2, is_small=True, sources=Sources(None)))
+    figures = result.figures
+    assert figures["daf_published_tried"] == 1
+    assert figures["failed"] == figures["over_budget"] == 0
+    assert figures["daf_published_runs"] + figures["refused"] >= 1
