@@ -6,6 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ SHARES = {"concatenations": 0.72, "residual": 0.72, "in place": 0.8, "hardswish"
 
 def images() -> Batch:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(32, 3, 48, 48, generator=generator), torch.randint(12, (32,))
+    return torch.randn(32, 3, 48, 48, generator=generator), torch.arange(32) % 12
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -126,19 +127,28 @@ def return_what_earlier_tests_held() -> None:
     return_free_memory()
 
 
-def session_at(model: nn.Module, loss_fn: Any, batch: Batch, share: float, **terms: Any) -> Session:
-    """Return a prepared session with room for this share of what plain PyTorch would save."""
+@cache
+def kept_and_saved(name: str, loss_fn: Any) -> tuple[int, int]:
+    """What keeping everything takes above the floor, and what plain PyTorch saves of that."""
     return_what_earlier_tests_held()
+    model = made(name)
     with Session(model, sgd(model), "8GB", tolerance=0.0, operators="pytorch") as roomy:
-        roomy.prepare(batch, loss_fn)
-        assert roomy.profile is not None
+        roomy.prepare(images(), loss_fn)
         profile = roomy.profile
-    above = planner.kept_peak_bytes(profile) - profile.floor_bytes
-    fewer = int((1.0 - share) * profile.plain_saved_bytes)
+    assert profile is not None
+    return planner.kept_peak_bytes(profile) - profile.floor_bytes, profile.plain_saved_bytes
+
+
+def session_at(
+    name: str, share: float, loss_fn: Any, model: nn.Module | None = None, **terms: Any
+) -> Session:
+    """Return a prepared session with room for this share of what plain PyTorch would save."""
+    above, saved = kept_and_saved(name, loss_fn)
     return_what_earlier_tests_held()
-    budget = process_memory.resident_bytes() + above - fewer
+    model = model or made(name)
+    budget = process_memory.resident_bytes() + above - int((1.0 - share) * saved)
     session = Session(model, sgd(model), budget, tolerance=0.0, operators="pytorch", **terms)
-    session.prepare(batch, loss_fn)
+    session.prepare(images(), loss_fn)
     return session
 
 
@@ -159,12 +169,15 @@ def planned_bytes(profile: Profile, policy: Policy) -> float:
     return float((table.usage_of([*chosen, *leaves]) - table.base_bytes).max())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.thorough] * (each == "hardswish")) for each in MODELS],
+)
 def test_training_is_plains_bit_for_bit_and_holds_what_was_planned(name: str) -> None:
     batch = images()
     expected = trained_plainly(made(name), loss_of, batch, 3)
     model = made(name)
-    with session_at(model, loss_of, batch, SHARES[name], policy="checkpoint") as session:
+    with session_at(name, SHARES[name], loss_of, model, policy="checkpoint") as session:
         reports = [session.step(batch, loss_of) for _ in range(3)]
         assert methods(session)[Method.RECOMPUTE] >= 1
         assert not methods(session)[Method.ROTATED]
@@ -185,7 +198,7 @@ def test_training_is_plains_bit_for_bit_and_holds_what_was_planned(name: str) ->
 
 def test_the_planner_takes_recipes_where_they_are_the_cheapest_exact_way() -> None:
     batch = images()
-    with session_at(made("residual"), loss_of, batch, 0.75) as session:
+    with session_at("residual", 0.75, loss_of) as session:
         session.step(batch, loss_of)
         assert methods(session)[Method.RECOMPUTE] >= 1
 
@@ -210,7 +223,7 @@ def recomputable_bytes(profile: Profile) -> int:
 def test_a_model_without_modules_gets_the_same_recipes() -> None:
     batch, found = images(), []
     for loss_fn in (loss_of, functional_loss):
-        with session_at(made("residual"), loss_fn, batch, 0.75) as session:
+        with session_at("residual", 0.75, loss_fn) as session:
             assert session.profile is not None
             found.append(recomputable_bytes(session.profile))
     assert found[0] == pytest.approx(found[1], rel=0.05)
@@ -218,8 +231,7 @@ def test_a_model_without_modules_gets_the_same_recipes() -> None:
 
 
 def test_concatenations_share_the_parts_that_they_are_made_of() -> None:
-    batch = images()
-    with session_at(made("concatenations"), loss_of, batch, 0.75) as session:
+    with session_at("concatenations", 0.75, loss_of) as session:
         assert session.profile is not None
         recipes = [each.recipe for each in session.profile.savings if each.recipe]
         numbers = [number for recipe in recipes for number, _ in recipe.held]
@@ -228,8 +240,7 @@ def test_concatenations_share_the_parts_that_they_are_made_of() -> None:
 
 
 def test_a_leaf_is_kept_and_what_is_computed_from_it_is_not() -> None:
-    batch = images()
-    with session_at(made("residual"), loss_of, batch, 0.72, policy="checkpoint") as session:
+    with session_at("residual", 0.72, loss_of, policy="checkpoint") as session:
         profile, policy = session.profile, session.plan.policy
         assert profile is not None
         again = [s for s in profile.savings if policy.by_site.get(s.site) == RECOMPUTE]
@@ -252,7 +263,7 @@ def test_what_changes_between_forward_and_backward_is_an_error_and_no_step() -> 
             loss.register_hook(lambda _: kept[0].numpy(force=True).fill(1.0))
         return loss
 
-    with session_at(model, meddling, batch, 0.72, policy="checkpoint") as session:
+    with session_at("residual", 0.72, meddling, model, policy="checkpoint") as session:
         session.step(batch, meddling)
         before = {key: each.clone() for key, each in model.named_parameters()}
         state["on"] = True
