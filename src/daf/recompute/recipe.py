@@ -44,6 +44,8 @@ new_zeros ones ones_like pixel_shuffle pixel_unshuffle prelu repeat roll scatter
 slice_scatter stack tril triu upsample_bilinear2d upsample_nearest2d zeros zeros_like
 """
 _CHEAP = frozenset(_NAMES.split())
+# Reductions have a tag from torch 2.10 on; before, they are where recipes end.
+_CHEAP_TAGS = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
 # Constants up to this are copied: parameters of normalisations may change before backward.
 MOST_COPIED_BYTES = 1 << 16
 _CONCATENATE = torch.ops.aten.cat.default
@@ -319,5 +321,4 @@ def is_cheap(function: Any) -> bool:
     schema = getattr(function, "_schema", None)
     if schema is None:
         return True  # a function of ours
-    tags = {torch.Tag.pointwise, torch.Tag.reduction}
-    return schema.name.partition("::")[2] in _CHEAP or not tags.isdisjoint(function.tags)
+    return schema.name.partition("::")[2] in _CHEAP or not _CHEAP_TAGS.isdisjoint(function.tags)
