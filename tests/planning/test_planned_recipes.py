@@ -55,6 +55,19 @@ def test_an_option_holds_its_result_while_it_is_read_and_needs_its_leaf_kept() -
     assert not unmet(table, {*chosen, recording} - {recording - 1})
 
 
+def test_a_leaf_is_held_until_its_last_recipe_has_run() -> None:
+    # Its own reader comes late in forward, hence early in backward (a shortcut to the end, say).
+    measured = behind(saving(0, 3, Need.NORM, ELEMENTS))
+    leaf = replace(measured.savings[0], read=3, released=3)
+    table = make_table(replace(measured, savings=(leaf, *measured.savings[1:])), 1, LOSSLESS)
+    held = [
+        sorted((each.first, each.last, each.nbytes) for each in options[1].spans)
+        for options in table.options[1:3]
+    ]
+    while_read = [(4, 4, NBYTES / 2), (4, 4, NBYTES)]
+    assert held == [[*while_read, (4, 4, NBYTES)], [(3, 3, NBYTES / 2), (3, 3, NBYTES)]]
+
+
 def test_a_leaf_that_is_coded_is_no_leaf() -> None:
     measured = behind(saving(0, 3, Need.NORM, ELEMENTS))
     coding = replace(LOSSLESS, widths=(2,))

@@ -36,7 +36,7 @@ class PapersJob:
 
 
 def quick_job() -> PapersJob:
-    """Return the smallest workload, few steps: under a minute, and times that say little."""
+    """Return the smallest workload and few steps, whose times say little."""
     return PapersJob(workloads=("w6",), steps=3)
 
 

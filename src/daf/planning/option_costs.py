@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from daf.core.code_errors import relative_error
 from daf.core.code_format import code_bytes
 from daf.core.policy import KEEP, LOSSY, RECOMPUTE, Method, Need, Reading, Site, Treatment
-from daf.core.profile import Profile, Saving, decoded_bytes
+from daf.core.profile import Profile, Recipe, Saving, decoded_bytes
 from daf.planning.noise import noise_per_weight, served_weights
 
 _FROM_OTHERS = frozenset({Method.REDERIVE, Method.RECOMPUTE})
@@ -35,6 +35,10 @@ class OptionCosts:
         self._passing_bytes = passing_bytes
         self._served = served_weights(profile)
         self._unit = noise_per_weight(profile)
+        self._by_site = {saving.site: saving for saving in profile.savings}
+        self._released: dict[int, int] = defaultdict(int)  # by storage, if it is kept
+        for saving in profile.savings:
+            self._released[saving.storage] = max(self._released[saving.storage], saving.released)
 
     def spans_ms_noise(
         self, family: Sequence[Saving], treatments: Mapping[Site, Treatment], *, follow: bool
@@ -60,6 +64,7 @@ class OptionCosts:
                 beside, alive = saving.recipe.beside_bytes, saving.recipe.alive_bytes
                 spans.append(Span(saving.saved, saving.released, beside.at(self._examples)))
                 spans.append(Span(saving.read, saving.read, alive.at(self._examples)))
+                spans += self._leaf_spans(saving.recipe, saving.released)
             # Dropped tensors count too: memory of their size is allocated, though never filled.
             spans.append(Span(saving.read, saving.released, self._decoded_bytes(saving)))
             is_followed = follow and saving.may_follow
@@ -74,6 +79,13 @@ class OptionCosts:
             encode_ms = self._speeds.encode_ms(treatment.method, self._bytes(shared[0]))
             cost_ms += encode_ms + self._link_ms(shared[0], treatment)
         return tuple(span for span in spans if span.nbytes > 0), cost_ms, noise * self._unit
+
+    def _leaf_spans(self, recipe: Recipe, released: int) -> Iterator[Span]:
+        """Yield leaves from the moment at which the sites that keep them would have freed them."""
+        for leaf in (self._by_site[site] for site in recipe.kept if site in self._by_site):
+            last = self._released[leaf.storage]
+            if last < released:
+                yield Span(last + 1, released, leaf.storage_bytes.at(self._examples))
 
     def _kept_spans(self, kept: list[Saving]) -> Iterator[Span]:
         """Yield kept memory from the moment at which the program itself would have freed it."""

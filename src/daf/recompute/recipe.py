@@ -44,7 +44,7 @@ new_zeros ones ones_like pixel_shuffle pixel_unshuffle prelu repeat roll scatter
 slice_scatter stack tril triu upsample_bilinear2d upsample_nearest2d zeros zeros_like
 """
 _CHEAP = frozenset(_NAMES.split())
-# Reductions have a tag from torch 2.10 on; before, they are where recipes end.
+# torch 2.9 has no tag for reductions; there recipes end at them.
 _CHEAP_TAGS = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
 # Constants up to this are copied: parameters of normalisations may change before backward.
 MOST_COPIED_BYTES = 1 << 16
