@@ -293,6 +293,52 @@ def test_smaller_pieces_of_a_batch_save_what_the_profile_says() -> None:
     assert {site: needs.get(site) for site in expected} == expected
 
 
+def test_the_last_piece_of_a_batch_goes_the_same_way_though_it_is_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had fewer examples than attention computes again, and saved what no plan had chosen for.
+
+    What a plan says of another operator's saves is left: the last piece then ended in CodecError.
+    """
+    torch.manual_seed(1)
+    batch = torch.randn(121, 128, 64), torch.randint(0, 10, (121,))
+    model = Stack(layers=1)
+    model.head = nn.Linear(64, 10)  # so that the batch may be cut
+    profile = chunked_profile(model, batch)
+    table = make_table(profile, 8, CODES_ONLY)
+    plan = Candidate(table, level_selection(table, "4")).as_plan(10**10, "4-bit")
+    expected = {each.site: each.need for each in profile.savings}
+    pieces = []
+
+    def needs_of(capture: Capture) -> dict[Site, Need]:
+        return {each.site: each.need for each in capture.sites() if each.site in expected}
+
+    with session_for(model, "8GB") as session:
+        session.prepare(batch, cross_entropy)
+        capture, selector = session._capture, session._plan_controller.selector
+        selector.settle_on(plan)
+        read = Capture.step
+
+        def watched(self: Capture, policy: Policy, *arguments: Any, **options: Any) -> Any:
+            pieces.append(policy)
+            return read(self, policy, *arguments, **options)
+
+        monkeypatch.setattr(Capture, "step", watched)
+        session.step(batch, cross_entropy)
+        assert len(pieces) >= 16
+        assert pieces[-1].chunk_bytes == (pieces[-2].chunk_bytes or 0) // 8
+        assert needs_of(capture) == expected  # of the last piece
+    part = tuple(each[:1] for each in batch)
+    capture = Capture(model)
+    with capture.step(replace(plan.policy, chunk_bytes=8 << 20), 0, 0, batch=part):
+        cross_entropy(model, part).backward()
+    found = needs_of(capture)
+    assert Need.TWO_VALUED in found.values()
+    assert Need.TWO_VALUED not in expected.values()
+    masked = {each.treatment for each in capture.sites() if each.need is Need.TWO_VALUED}
+    assert masked == {Treatment(Method.MASK, 1)}
+
+
 def test_no_plane_of_queries_and_keys_is_given_up() -> None:
     """Narrower than four bits they would bias the gradient; v's planes go, all but the first."""
     policy = coded_policy(4, score_bits=4)

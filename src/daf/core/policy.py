@@ -78,6 +78,31 @@ class Treatment:
 
 KEEP, RECOMPUTE = Treatment(Method.KEEP), Treatment(Method.RECOMPUTE)
 
+# What backward's need of a tensor allows to hold in its place. SPILL and RECOMPUTE give every bit.
+_VALUE_METHODS = frozenset(
+    {Method.KEEP, Method.ROTATED, Method.MINMAX, Method.RANGED, Method.REGISTERED}
+)
+SOUND: Mapping[Need, frozenset[Method]] = {
+    Need.LINEAR: _VALUE_METHODS | {Method.REDERIVE},
+    Need.NORM: _VALUE_METHODS,
+    Need.PRODUCT: _VALUE_METHODS,
+    Need.SCORE: _VALUE_METHODS,
+    Need.PROBABILITY: _VALUE_METHODS,
+    Need.SMOOTH: frozenset({Method.KEEP, Method.DERIVATIVE}),
+    Need.SIGN: frozenset({Method.KEEP, Method.MASK}),
+    Need.TWO_VALUED: frozenset({Method.KEEP, Method.MASK}),
+    Need.INTEGER: frozenset({Method.KEEP, Method.PACK}),
+    Need.INPUT: _VALUE_METHODS,
+    Need.SHAPE: frozenset({Method.KEEP, Method.DROP}),
+    Need.EXACT: frozenset({Method.KEEP}),
+}
+
+
+def is_sound(method: Method, need: Need) -> bool:
+    """True if what a method leaves of a tensor satisfies the need."""
+    return method in SOUND[need] or method in (Method.SPILL, Method.RECOMPUTE)
+
+
 SMALL_BYTES = 4096  # smaller tensors are kept: their codes' headers and objects cost as much
 
 # DAF's own operators, by the names of their packages.
@@ -148,8 +173,22 @@ class Policy:
         return replace(self, by_need=MappingProxyType(by_need), by_site=MappingProxyType(by_site))
 
     def treatment(self, need: Need, site: Site) -> Treatment:
-        """Return the treatment of one site."""
-        return self.by_site.get(site) or self.by_need.get(need, KEEP)
+        """Return the treatment of one site.
+
+        What was chosen for the site is left where it is unsound: its operator goes another way
+        than when it was chosen (attention of fewer examples, say, is not chunked), and saves
+        something else there.
+        """
+        chosen = self.by_site.get(site)
+        if chosen is not None and is_sound(chosen.method, need):
+            return chosen
+        return self.by_need.get(need, KEEP)
+
+    def of_piece(self, examples: int, micro_batch: int) -> Policy:
+        """Return the policy with as many chunks in a smaller piece: operators go the same way."""
+        if self.chunk_bytes is None or examples >= micro_batch:
+            return self
+        return replace(self, chunk_bytes=max(1, self.chunk_bytes * examples // micro_batch))
 
 
 _EXACT = {

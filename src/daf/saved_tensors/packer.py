@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from daf.codecs.layout import in_memory_order, is_dense, layout_of, overlaps
 from daf.codecs.ranged import WHOLE, Cut, grid_of
 from daf.codecs.scratch import Scratch
 from daf.core.errors import CodecError
-from daf.core.policy import KEEP, SMALL_BYTES, Method, Need, Site, Treatment
+from daf.core.policy import KEEP, SMALL_BYTES, SOUND, Method, Need, Site, Treatment, is_sound
 from daf.kernels import Codec
 from daf.kernels.backend import is_codable
 from daf.kernels.devices import can_code_on, is_read_freely, is_recorded
@@ -44,26 +44,8 @@ from daf.torch_compat.autograd_graph import is_strided, is_transforming
 _PART_ELEMENTS = 1 << 18
 _REDERIVED = Treatment(Method.REDERIVE)
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_VALUE_METHODS = frozenset(
-    {Method.KEEP, Method.ROTATED, Method.MINMAX, Method.RANGED, Method.REGISTERED}
-)
 # Whose saved tensors have their channels second, as images' do; all others have them last.
 _CHANNELS_SECOND = ("Convolution", "BatchNorm", "GroupNorm")
-_EVERYWHERE = frozenset({Method.SPILL})  # every bit comes back
-SOUND: Mapping[Need, frozenset[Method]] = {
-    Need.LINEAR: _VALUE_METHODS | {Method.REDERIVE},
-    Need.NORM: _VALUE_METHODS,
-    Need.PRODUCT: _VALUE_METHODS,
-    Need.SCORE: _VALUE_METHODS,
-    Need.PROBABILITY: _VALUE_METHODS,
-    Need.SMOOTH: frozenset({Method.KEEP, Method.DERIVATIVE}),
-    Need.SIGN: frozenset({Method.KEEP, Method.MASK}),
-    Need.TWO_VALUED: frozenset({Method.KEEP, Method.MASK}),
-    Need.INTEGER: frozenset({Method.KEEP, Method.PACK}),
-    Need.INPUT: _VALUE_METHODS,
-    Need.SHAPE: frozenset({Method.KEEP, Method.DROP}),
-    Need.EXACT: frozenset({Method.KEEP}),
-}
 
 
 def is_treatable(tensor: Tensor) -> bool:
@@ -87,11 +69,10 @@ def is_integer(tensor: Tensor) -> bool:
 
 def check_sound(method: Method, need: Need, site: Site) -> None:
     """Raise CodecError unless what a method leaves of a tensor satisfies the need."""
-    allowed = SOUND[need] | _EVERYWHERE
-    if method not in allowed:
+    if not is_sound(method, need):
+        allowed = ", ".join(sorted(SOUND[need] | {Method.SPILL}))
         raise CodecError(
-            f"asked for {method} at {site}, whose backward needs {need}; "
-            f"sound there: {', '.join(sorted(allowed))}"
+            f"asked for {method} at {site}, whose backward needs {need}; sound there: {allowed}"
         )
 
 

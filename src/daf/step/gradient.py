@@ -143,7 +143,7 @@ class GradientStep:
         reads_first = self._reads_first(snapshot)
         for index, part in enumerate(parts):
             with losses.explaining():
-                loss, scale = self._forward(context, plan.policy, part, index, weights)
+                loss, scale = self._forward(context, plan, part, index, weights)
                 losses.add(part, loss, scale)
                 if reads_first:
                     losses.read()
@@ -195,7 +195,7 @@ class GradientStep:
     def _forward(
         self,
         context: StepContext,
-        policy: Policy,
+        plan: Plan,
         part: Any,
         micro_index: int,
         weights: PartWeights | None,
@@ -204,13 +204,14 @@ class GradientStep:
 
         It is weighed as ``weights`` says; None: the whole batch is one part.
         """
-        capture = self._capturing(context, policy, part, micro_index, is_whole=weights is None)
+        is_whole = weights is None
+        examples = context.info.examples if is_whole else context.choice.cut.size(part)
+        policy = plan.policy.of_piece(examples, plan.micro_batch)
+        capture = self._capturing(context, policy, part, micro_index, is_whole=is_whole)
         operators = LossWeights(names=weights.names) if weights else None
         scaling = ScaleWatch()
         with capture, self.release.watching(), operators or nullcontext(), scaling:
             result = context.loss_fn(self.model, part)
-        is_whole = weights is None
-        examples = context.info.examples if is_whole else context.choice.cut.size(part)
         loss = read_loss(result, examples)
         if weights is not None and operators is not None:
             # What begins later (a penalty every fourth step, say) may couple examples. A promise,
