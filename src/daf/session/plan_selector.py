@@ -37,17 +37,16 @@ WIDER_TOLERANCES = (0.05, 0.14, 0.5, 1.0)
 PATIENCE_S = 3.0
 # Extra bytes that the same process holds when started again; added to a least budget.
 ANOTHER_PROCESS_BYTES = 2 * 2**20
-# Extra bytes of a process with room to time steps of every size: PyTorch makes kernels for each,
-# and they stay (3 to 4 MB measured on small networks).
-MORE_SIZES_BYTES = 4 * 2**20
+# What a process goes on to hold that has room for what another had none for: PyTorch's kernels of
+# more sizes (3 to 4 MB measured on small networks), what measuring sensitivities leaves (2.0 MB),
+# what unwinds a small step's refusal (1.6 MB). A plan's margin bears what else comes together; with
+# an allowance for each, 10 % less than what was named worked in ten cases of fifteen.
+MORE_ROOM_BYTES = 4 * 2**20
 # Where fewer examples than are usual foretold a whole batch, a least budget has more: a share of
 # what is modelled, since not all grows in a straight line (ResNet-18 on images of 32 x 32 took
 # 1.5 % more), and what MKL keeps for each thread once products are large (1.8 MB measured).
 FEW_EXAMPLES_SHARE = 0.015
 THREAD_BYTES = 2 * 2**20
-# What measuring sensitivities leaves behind (2.0 MB measured), and what unwinds a small step's
-# refusal (1.6 MB): a job at its least budget meets both before it trains.
-WEIGHING_BYTES = 4 * 2**20
 # Bytes that a background search may hold: 20 MB were measured for 1,000 sites.
 SEARCH_BYTES = 24 * 2**20
 # A smaller predicted peak is lost in the floor and would make proportions meaningless.
@@ -150,7 +149,7 @@ class PlanSelector(Resumable):
         """
         self.profiles, self.evidence = profiles, None
         is_to_weigh = not profiles.own.weights and self.constraints.tolerance != 0
-        quick = self._quick(budget_bytes, WEIGHING_BYTES if is_to_weigh else 0)
+        quick = self._quick(budget_bytes, is_to_weigh=is_to_weigh)
         self.profiles = weigh(profiles, quick)
         is_weighed = self.profiles.own is not profiles.own
         self.plan = self._make(budget_bytes, None if is_weighed else quick)
@@ -369,13 +368,13 @@ class PlanSelector(Resumable):
 
         return corrected
 
-    def _quick(self, budget_bytes: int, to_come_bytes: int = 0) -> Plan:
+    def _quick(self, budget_bytes: int, *, is_to_weigh: bool = False) -> Plan:
         try:
             return self._maker(budget_bytes)(quickly=True)[0]
         except BudgetError as error:
             if error.least_bytes is None:
                 raise
-            least = self._named_least(error.least_bytes) + to_come_bytes
+            least = self._named_least(error.least_bytes, is_to_weigh=is_to_weigh)
             refusal = planner.refusal(self._measured.own, budget_bytes, least)
             raise BudgetError(refusal, least) from error
 
@@ -395,23 +394,20 @@ class PlanSelector(Resumable):
             return 1.0
         return self.evidence.factor(self._measured.own.floor_bytes)
 
-    def _named_least(self, modelled_bytes: int) -> int:
+    def _named_least(self, modelled_bytes: int, *, is_to_weigh: bool = False) -> int:
         """Return the least budget to tell of: what is modelled, and what another process adds."""
-        own, added_bytes = self._measured.own, ANOTHER_PROCESS_BYTES
+        own, least = self._measured.own, self._actual(modelled_bytes)
         timed = [examples for examples, _ in own.micro_batch_ms]
-        if len(timed) == 1 and not own.split_refusal:
-            added_bytes += MORE_SIZES_BYTES
-        elif len(timed) == 1 and timed[0] < probe_sizes(own.batch_size)[-1]:
-            added_bytes += MORE_SIZES_BYTES + THREAD_BYTES * torch.get_num_threads()
-            added_bytes += int(FEW_EXAMPLES_SHARE * (modelled_bytes - own.floor_bytes))
-        least = self._actual(modelled_bytes)
+        has_more_room = is_to_weigh or own.proof_bytes > 0 or len(timed) == 1
         if own.split_refusal == NO_ROOM_TO_PROVE:  # with that room the batch would be cut
             # What it takes whole is known by steps too small to tell.
             cut = [replace(each, split_refusal="") for each in self._planned]
             least = self._actual(planner.least_feasible_budget(cut, self.constraints))
-        if own.proof_bytes:
-            least = max(least, own.proof_bytes + MORE_SIZES_BYTES)
-        return least + added_bytes
+        elif own.split_refusal and len(timed) == 1 and timed[0] < probe_sizes(own.batch_size)[-1]:
+            least += THREAD_BYTES * torch.get_num_threads()
+            least += int(FEW_EXAMPLES_SHARE * (modelled_bytes - own.floor_bytes))
+        least = max(least, own.proof_bytes) + ANOTHER_PROCESS_BYTES
+        return least + (MORE_ROOM_BYTES if has_more_room else 0)
 
     def modelled(self, budget_bytes: int) -> int:
         """Return a budget (bytes) in the profile's own measure, as evidence has corrected it."""
