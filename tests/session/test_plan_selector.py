@@ -28,9 +28,8 @@ from daf.session import plan_selector as module
 from daf.session.plan_selector import (
     ANOTHER_PROCESS_BYTES,
     FEW_EXAMPLES_SHARE,
-    MORE_SIZES_BYTES,
+    MORE_ROOM_BYTES,
     THREAD_BYTES,
-    WEIGHING_BYTES,
     PeakMeasurement,
     PlanSelector,
 )
@@ -442,7 +441,7 @@ def test_micro_batches_that_keep_everything_are_no_reason_to_seek_nothing_better
     assert quick.policy.name == "plain"
     assert quick.micro_batch < measured.batch_size
     selector = chosen(measured)
-    monkeypatch.setattr(selector, "_quick", lambda *_: quick)
+    monkeypatch.setattr(selector, "_quick", lambda *_, **__: quick)
     plan = selector.begin(Profiles(measured), budget)
     assert plan.predicted_step_ms < quick.predicted_step_ms
     assert plan.micro_batch > quick.micro_batch
@@ -476,7 +475,7 @@ def test_the_least_budget_is_the_least_of_both() -> None:
     assert selector.least_bytes() == least + ANOTHER_PROCESS_BYTES + 1
     with pytest.raises(BudgetError) as error:
         chosen(measured).begin(Profiles(measured, smaller), least - MIB)
-    assert error.value.least_bytes == least + ANOTHER_PROCESS_BYTES + WEIGHING_BYTES + 1
+    assert error.value.least_bytes == least + ANOTHER_PROCESS_BYTES + MORE_ROOM_BYTES + 1
 
 
 @pytest.mark.parametrize(("timed", "is_few"), [(8, False), (4, True)])
@@ -488,14 +487,15 @@ def test_a_whole_batch_foretold_by_few_examples_is_given_more_room(
     least = planned.least_budget(measured)
     with pytest.raises(BudgetError) as error:
         chosen(measured).begin(Profiles(measured), least - MIB)
-    more_bytes = MORE_SIZES_BYTES + THREAD_BYTES * torch.get_num_threads()
+    more_bytes = THREAD_BYTES * torch.get_num_threads()
     more_bytes += int(FEW_EXAMPLES_SHARE * (least - measured.floor_bytes))
     expected = least + ANOTHER_PROCESS_BYTES + (more_bytes if is_few else 0) + 1
-    assert error.value.least_bytes == expected + WEIGHING_BYTES
+    assert error.value.least_bytes == expected + MORE_ROOM_BYTES
+    measured = replace(measured, micro_batch_ms=((4, 20.0), (8, 30.0)))  # with room for two sizes
     with pytest.raises(BudgetError) as error:
         chosen(measured, tolerance=0.0).begin(Profiles(measured), least - MIB)
     exact = planned.least_budget(measured, tolerance=0.0)
-    assert error.value.least_bytes - exact < WEIGHING_BYTES + more_bytes  # nothing to weigh
+    assert error.value.least_bytes == exact + ANOTHER_PROCESS_BYTES + 1  # nothing to weigh
 
 
 @pytest.mark.parametrize("proof_share", [0.5, 1.5])
@@ -508,8 +508,8 @@ def test_where_a_proof_lacked_room_a_budget_is_named_that_has_it_for_proof_and_p
     measured = replace(parts, split_refusal=NO_ROOM_TO_PROVE, proof_bytes=proof_bytes)
     with pytest.raises(BudgetError) as error:
         chosen(measured).begin(Profiles(measured), least // 2)
-    expected = max(least + 1, proof_bytes + MORE_SIZES_BYTES) + ANOTHER_PROCESS_BYTES
-    assert error.value.least_bytes == expected + WEIGHING_BYTES
+    expected = max(least + 1, proof_bytes) + ANOTHER_PROCESS_BYTES
+    assert error.value.least_bytes == expected + MORE_ROOM_BYTES
 
 
 @pytest.mark.parametrize("policy", ["sage", "checkpoint", "reduce", "2-bit"])

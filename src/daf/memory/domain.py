@@ -21,6 +21,7 @@ class ProcessMemory(MemoryDomain):
 
     name = "the process"
     held_bytes = staticmethod(process_memory.taken_bytes)
+    mapped_bytes = staticmethod(process_memory.mapped_bytes)
     peak_and_swapped_bytes = staticmethod(process_memory.peak_and_swapped_bytes)
     peak_bytes = staticmethod(process_memory.peak_bytes)
     reset_peak = staticmethod(process_memory.reset_peak)

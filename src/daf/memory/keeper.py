@@ -26,6 +26,10 @@ class MemoryDomain(Protocol):
         """Return the part that a bounded allocator holds; the rest grows by itself."""
         return self.held_bytes()
 
+    def mapped_bytes(self) -> int:
+        """Return the part that holds pages of files, which the system may take back any time."""
+        return 0
+
     def peak_bytes(self) -> int:
         """Return the most bytes held since ``reset_peak``."""
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Self
@@ -64,6 +65,13 @@ def resident_bytes() -> int:
 def taken_bytes() -> int:
     """Return the resident and the swapped bytes: what a budget bounds."""
     return sum(_with_swapped("VmRSS")) if _HAS_STATUS else resident_bytes()
+
+
+def mapped_bytes() -> int:
+    """Return the resident bytes of mapped files, libraries' code above all; 0 if unknown."""
+    with suppress(OSError):
+        return _own_bytes("RssFile")[0] if _HAS_STATUS else 0
+    return 0
 
 
 def peak_is_exact() -> bool:

@@ -92,7 +92,7 @@ class Profiler:
         self.proof_ms = 0.0
         self._operators = StepOperators()
         self._growth = PeakGrowth()
-        self._beside_bytes = 0
+        self._beside_bytes, self._mapped_bytes = 0, self.memory.mapped_bytes()
         self._bound_bytes: float = math.inf
 
     def profile(
@@ -410,10 +410,11 @@ class Profiler:
         )
 
     def _note_beside(self) -> None:
-        """Note libraries' bytes right after a step: the system takes back their unused pages."""
+        """Note libraries' bytes after a step, and the pages that the system took back in it."""
         if self.keeper.recycles:
+            self._mapped_bytes = max(self._mapped_bytes, mapped := self.memory.mapped_bytes())
             beside = self.memory.held_bytes() - self.memory.account_bytes()
-            self._beside_bytes = max(self._beside_bytes, beside)
+            self._beside_bytes = max(self._beside_bytes, beside + self._mapped_bytes - mapped)
 
     def _resident_bytes(self) -> int:
         """Return the memory held now, with what libraries add in a step."""
