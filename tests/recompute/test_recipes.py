@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import daf
 from daf.core.errors import SavedTensorError
 from daf.core.policy import Method
+from daf.recompute import recipe
 from daf.recompute.values import normalised
+from daf.saved_tensors.ledger import Holding
 
 Loss = Callable[[Any], Tensor]
 
@@ -151,6 +154,51 @@ def test_a_residual_chain_is_cut() -> None:
     found = [methods[f"convs.{i}:conv2d#0[0]"] for i in range(1, 8)]
     assert Method.KEEP in found  # or each would be computed from the first
     assert found.count(Method.RECOMPUTE) >= 4
+
+
+@pytest.mark.parametrize("room_share", [0.0, 4.0])
+def test_what_one_recipe_makes_serves_the_next_one_where_that_is_no_new_peak(
+    room_share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every link of a chain lies behind the one before: each is made once, or from the start."""
+    torch.manual_seed(0)
+    links, x = 5, torch.randn(4, 16, 16, 16)
+    weights = [torch.randn(16, 16, 1, 1, requires_grad=True) for _ in range(links)]
+
+    def loss() -> Tensor:
+        y = F.conv2d(x, weights[0])
+        for weight in weights[1:]:
+            y = F.gelu(y)  # which keeps its input; the convolution keeps its result
+            y = F.conv2d(F.silu(y), weight).mean() + y
+        return y.square().mean()
+
+    plain = torch.autograd.grad(loss(), weights)
+    counts, peaks, counted = [], [], Counter[str]()
+    way = recipe._Step._may_overwrite
+
+    def counting(step: Any, results: Any) -> bool:  # once for each operation that runs
+        counted[step.operation.function.overloadpacket.__name__] += 1
+        return way(step, results)
+
+    monkeypatch.setattr(recipe._Step, "_may_overwrite", counting)
+    for near in (0, 8):
+        monkeypatch.setattr(recipe, "NEAR", near)
+        exact = daf.compress(nn.Module(), bits="exact")
+        for _ in range(2):  # recipes are proven in the first
+            with exact:
+                found = loss()
+            room = torch.empty(int(room_share * x.numel()))
+            held = Holding(exact._capture._state.ledger, room.nbytes)
+            del held  # what was held more before backward
+            counted.clear()
+            assert all(map(torch.equal, torch.autograd.grad(found, weights), plain))
+        counts.append(counted["gelu"])
+        peaks.append(exact.stats.held_peak_bytes)
+    assert peaks[0] == peaks[1]
+    if room_share:
+        assert counts == [2 * (links - 1), links - 1]
+    else:  # some of it lies behind the peak of forward
+        assert links - 1 < counts[1] < counts[0]
 
 
 class Transformer(nn.Module):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -46,6 +46,9 @@ slice_scatter stack tril triu upsample_bilinear2d upsample_nearest2d zeros zeros
 _CHEAP = frozenset(_NAMES.split())
 # torch 2.9 has no tag for reductions; there recipes end at them.
 _CHEAP_TAGS = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
+# A result that another saved tensor is, one of so many saved before, is kept for its backward: that
+# reads it next. Further apart it would be held for long, and is made once more.
+NEAR = 8
 # Constants up to this are copied: parameters of normalisations may change before backward.
 MOST_COPIED_BYTES = 1 << 16
 _CONCATENATE = torch.ops.aten.cat.default
@@ -59,11 +62,13 @@ class Leaf:
     tensor: Tensor
     source: Source | None
     ledger: Ledger
-    version: int = 0
+    version: int = -1
     holding: Holding | None = None
 
     def hold(self) -> None:
         """Hold the tensor; of a small constant, which may change before backward, a copy."""
+        if self.version >= 0:
+            return  # another recipe does
         self.version = self.tensor._version
         if self.source is not None:
             self.holding = kept_holding(self.source, self.ledger)
@@ -106,6 +111,7 @@ class _Step:
     inputs: Any
     output: int
     geometry: Geometry
+    yields: list[weakref.ref[Recomputed]] = field(default_factory=list)  # what is its result
 
     def compute(self, results: _Results) -> Tensor:
         """Return the result, of the geometry that it had; ``results``: those of shared steps."""
@@ -117,7 +123,8 @@ class _Step:
         found: Tensor = made[self.output] if isinstance(made, (tuple, list)) else made
         if Geometry.of(found) != self.geometry:
             raise SavedTensorError(f"{self.operation.function} gave {Geometry.of(found)} this time")
-        if results.readers[self] > 1:
+        is_kept = [other.keep(found) for other in results.others(self)]
+        if any(is_kept) or results.readers[self] > 1:
             results.known[self] = found
         return found
 
@@ -127,29 +134,47 @@ class _Step:
         if not isinstance(first, _Input) or not isinstance(first.of, _Step):
             return False
         is_alike = first.geometry == first.of.geometry == self.geometry
-        return is_alike and results.readers[first.of] == 1
+        return is_alike and first.of not in results.known
 
 
 @dataclass(eq=False, slots=True)
 class _Results:
-    """The results of one run that several steps read."""
+    """The results of one run that several steps read; ``of_saved``: what it is for, not proofs."""
 
     readers: Counter[Leaf | _Step]
+    of_saved: Recomputed | None = None
     known: dict[_Step, Tensor] = field(default_factory=dict)
 
     def of(self, read: _Input) -> Tensor:
         """Return an input's tensor."""
         return read.geometry.within(read.of.compute(self))
 
+    def others(self, step: _Step) -> Iterator[Recomputed]:
+        """Yield the saved tensors, not yet read, that a step's result is beside this run's own."""
+        found = (each() for each in step.yields) if self.of_saved is not None else ()
+        yield from (each for each in found if each is not None and each is not self.of_saved)
+
 
 class Recomputed(PackedTensor):
     """A saved tensor that its recipe computes again."""
 
-    __slots__ = ("_fingerprint", "_input", "_ledger", "_place", "_readers", "_site", "alive_bytes")
+    __slots__ = (
+        "_fingerprint",
+        "_input",
+        "_ledger",
+        "_made",
+        "_place",
+        "_readers",
+        "_site",
+        "alive_bytes",
+        "step",
+    )
 
     def __init__(self, made: _Step, tensor: Tensor, site: Site, ledger: Ledger) -> None:
         super().__init__()
+        self.step = made
         self._input = _Input(made, Geometry.of(tensor))
+        self._made: tuple[Tensor, Holding] | None = None  # by another's run, for the next reading
         self._readers = Counter(_read_in(made))
         self.alive_bytes = _alive_bytes(made)  # beside leaves, when most are
         self._site = site
@@ -164,9 +189,13 @@ class Recomputed(PackedTensor):
 
     def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002 - operations allocate themselves
         """Return the tensor; SavedTensorError if it is not the one saved."""
-        alive = Holding(self._ledger, self.alive_bytes)
-        found = self.compute()
-        del alive
+        if self._made is not None:
+            (found, _), self._made = self._made, None
+            found = self._input.geometry.within(found)
+        else:
+            alive = Holding(self._ledger, self.alive_bytes)
+            found = self.compute(self)
+            del alive
         if bool(Fingerprint.sampled(found, self._place).differs(self._fingerprint)):
             raise SavedTensorError(
                 f"the tensor saved at {self._site} was computed again for backward, and is not "
@@ -176,9 +205,16 @@ class Recomputed(PackedTensor):
         return found
 
     @below_autograd()
-    def compute(self) -> Tensor:
-        """Run the recipe, whatever modes are in force."""
-        return _Results(self._readers).of(self._input)
+    def compute(self, of_saved: Recomputed | None = None) -> Tensor:
+        """Run the recipe, whatever modes are in force; ``of_saved``: as ``_Results`` has it."""
+        return _Results(self._readers, of_saved).of(self._input)
+
+    def keep(self, made: Tensor) -> bool:
+        """Hold what another's run made until this is read; False if that would be a new peak."""
+        fits = self._ledger.held_bytes + made.nbytes <= self._ledger.held_peak_bytes
+        if fits:
+            self._made = made, Holding(self._ledger, made.nbytes)
+        return fits
 
 
 def _read_in(node: Leaf | _Step) -> Iterator[Leaf | _Step]:
@@ -191,6 +227,11 @@ def _read_in(node: Leaf | _Step) -> Iterator[Leaf | _Step]:
         if isinstance(each, _Step) and each not in seen:
             seen.add(each)
             todo += _nodes_of(each)
+
+
+def _steps_of(step: _Step) -> list[Operation]:
+    """Return the operations that a step runs, itself included."""
+    return [each.operation for each in set(_read_in(step)) if isinstance(each, _Step)]
 
 
 def _alive_bytes(node: Leaf | _Step) -> int:
@@ -210,11 +251,18 @@ def _nodes_of(step: _Step) -> list[Leaf | _Step]:
 
 @dataclass(eq=False)
 class RecipeMaker:
-    """Makes recipes in one step's forward pass; ``_is_constant``: tells whose memory stays."""
+    """Makes recipes in one step's forward pass; ``_is_constant``: tells whose memory stays.
+
+    ``_shares``: what one recipe makes serves another, so that no reading's time is its own.
+    """
 
     _recorder: ValueRecorder
     _state: SavedTensorState
     _is_constant: Callable[[Tensor], bool]
+    _shares: bool
+
+    def __post_init__(self) -> None:
+        self._last: deque[tuple[Value, weakref.ref[Recomputed]]] = deque(maxlen=NEAR)
 
     @below_autograd()  # what is done here is not the program's, and not recorded
     def recomputed(self, tensor: Tensor, version: int, site: Site) -> Recomputed | None:
@@ -238,7 +286,20 @@ class RecipeMaker:
                 self._state.parameter_reads.note(each.tensor, each)
         made = Recomputed(found, tensor, site, self._state.ledger)
         form = tuple(each.operation.function for each in nodes if isinstance(each, _Step))
-        return made if self._repeats(made, (site, form), tensor) else None
+        if not self._repeats(made, (site, form), tensor):
+            return None
+        if self._shares:
+            found.yields.append(weakref.ref(made))
+            self._last.append((value, found.yields[-1]))
+        return made
+
+    def near(self, value: Value) -> _Step | None:
+        """Return the step that makes a value for another saved tensor, one of the last few."""
+        for other, reference in self._last:
+            saved = reference() if other is value else None
+            if saved is not None:
+                return saved.step
+        return None
 
     def _repeats(self, made: Recomputed, key: Any, tensor: Tensor) -> bool:
         """True if the recipe gives the saved tensor's bits, which is tried once a site and form."""
@@ -280,10 +341,14 @@ class _Search:
         if operation is None or geometry is None or not is_cheap(operation.function):
             return None
         before = self._work_bytes
-        self._work_bytes += operation.made_bytes
+        near = self._maker.near(value)
+        made = _steps_of(near) if near else [operation]
+        self._work_bytes += sum(each.made_bytes for each in made)
         try:
             if self._work_bytes > self._most_work:
                 raise _UnavailableError
+            if near is not None:
+                return near
             inputs = map_nest(Operand, self._input, operation.nest)
         except _UnavailableError:
             self._work_bytes = before

@@ -172,14 +172,13 @@ def normalised(
 ) -> tuple[Tensor]:
     """Return what ``native_batch_norm`` in training makes of ``x``, whose statistics are known.
 
-    It multiplies by one number a channel and adds another, each rounded once
-    (``batch_norm_cpu_collect_linear_and_constant_terms``); ``addcmul`` rounds alike.
+    In inference it multiplies by one number a channel and adds another as in training
+    (``batch_norm_cpu_collect_linear_and_constant_terms``), to the same bits where the number is the
+    same: gamma holds it, for a variance of one.
     """
     scale = inverse_deviation if gamma is None else inverse_deviation * gamma
-    beta = torch.zeros_like(scale) if beta is None else beta
-    shift = torch.addcmul(beta, mean, scale, value=-1)
-    shape = (1, -1, *[1] * (x.dim() - 2))
-    return (torch.addcmul(shift.view(shape), x, scale.view(shape)),)
+    variance = torch.ones_like(scale)
+    return torch.native_batch_norm(x, scale, beta, mean, variance, False, 0.0, 0.0)[:1]
 
 
 def _is_plain(tensor: Tensor) -> bool:
