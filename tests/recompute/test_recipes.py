@@ -229,6 +229,34 @@ def test_a_transformer_keeps_what_products_made() -> None:
     assert methods["norms.0:layer_norm#0[1]"] is Method.RECOMPUTE  # from words and places
 
 
+def test_masks_are_leaves_where_dropout_s_results_are_read() -> None:
+    """Attention's dropped weights are its weights, which it keeps, times a mask of one bit each."""
+
+    def loss(model: nn.Module) -> Tensor:
+        torch.manual_seed(3)
+        x = torch.randn(4, 32, 48)
+        q, k, v = model[0](x).view(4, 32, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
+        return model[1](F.dropout(F.gelu(found), 0.3)).square().mean()
+
+    model = nn.Sequential(nn.Linear(48, 192), nn.Linear(16, 8))
+    methods = check(model, loss)
+    assert methods["<outside>:scaled_dot_product_attention#0[2]"] is Method.KEEP
+    assert methods["<outside>:scaled_dot_product_attention#0[3]"] is Method.MASK
+    assert methods["<outside>:scaled_dot_product_attention#0[5]"] is Method.RECOMPUTE
+    assert methods["1:linear#0[0]"] is Method.RECOMPUTE
+    exact = daf.compress(model, bits="exact")
+    with exact:
+        found = loss(model)
+    weights_bytes = 4 * 4 * 32 * 32 * 4
+    held = {str(each.site): each.held_bytes for each in exact.sites()}
+    assert held["<outside>:scaled_dot_product_attention#0[3]"] < weights_bytes // 30
+    assert held["<outside>:scaled_dot_product_attention#0[5]"] < 256  # what its recipe takes
+    graph = torch.autograd.grad(found, [*model.parameters()], retain_graph=True)
+    again = torch.autograd.grad(found, [*model.parameters()])
+    assert all(map(torch.equal, graph, again))
+
+
 def test_functions_without_modules_get_the_same() -> None:
     kernel = nn.Parameter(torch.randn(8, 3, 3, 3))
     other = nn.Parameter(torch.randn(4, 8, 3, 3))

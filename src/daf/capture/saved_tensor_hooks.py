@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from daf.codecs.layout import content_key
 from daf.core.errors import CodecError
-from daf.core.policy import DERIVED, KEEP, RECOMPUTE, Need, Policy, Site, Treatment
+from daf.core.policy import DERIVED, EXACT_CODES, KEEP, RECOMPUTE, Need, Policy, Site, Treatment
 from daf.recompute.holder import ReplayKeeper
 from daf.recompute.recipe import RecipeMaker
 from daf.recompute.replay import ReplayLog, Replays
@@ -238,7 +238,10 @@ class SavedTensorHooks:
         job = PackRequest(
             saved, tensor, need, treatment, source, call, site, key, weight, tag, rederive
         )
-        return self._state.packer.treat(job)
+        held, treated = self._state.packer.treat(job)
+        if self._recipes is not None and treated == EXACT_CODES.get(need):
+            self._recipes.note_code(tensor, held)
+        return held, treated
 
     def is_constant(self, tensor: Tensor) -> bool:
         """True if this is a parameter, a buffer, the caller's, or a view or cast copy of one."""

@@ -191,12 +191,11 @@ class Policy:
         return replace(self, chunk_bytes=max(1, self.chunk_bytes * examples // micro_batch))
 
 
-_EXACT = {
-    Need.SIGN: Treatment(Method.MASK, 1),
-    Need.TWO_VALUED: Treatment(Method.MASK, 1),
-    Need.INTEGER: Treatment(Method.PACK),
-    Need.SHAPE: Treatment(Method.DROP),
-}
+# Of which every bit comes back.
+EXACT_CODES = MappingProxyType(
+    {Need.TWO_VALUED: Treatment(Method.MASK, 1), Need.INTEGER: Treatment(Method.PACK)}
+)
+_EXACT = {**EXACT_CODES, Need.SIGN: Treatment(Method.MASK, 1), Need.SHAPE: Treatment(Method.DROP)}
 DERIVED = {Need.LINEAR: Treatment(Method.REDERIVE)}  # exact if all that it is derived from is
 
 

@@ -96,10 +96,23 @@ class Leaf:
         return self.tensor
 
 
+@dataclass(eq=False, slots=True)
+class CodedLeaf:
+    """A code with every bit of a tensor, which something else holds for backward."""
+
+    value: Value
+    code: PackedTensor
+    scratch: Scratch
+
+    def compute(self, _results: _Results) -> Tensor:
+        """Return the decoded tensor."""
+        return self.code.restore(self.scratch)
+
+
 class _Input(NamedTuple):
     """A node's tensor, in the geometry in which the next step reads it."""
 
-    of: Leaf | _Step
+    of: Node
     geometry: Geometry
 
 
@@ -137,11 +150,14 @@ class _Step:
         return is_alike and first.of not in results.known
 
 
+Node = Leaf | CodedLeaf | _Step
+
+
 @dataclass(eq=False, slots=True)
 class _Results:
     """The results of one run that several steps read; ``of_saved``: what it is for, not proofs."""
 
-    readers: Counter[Leaf | _Step]
+    readers: Counter[Node]
     of_saved: Recomputed | None = None
     known: dict[_Step, Tensor] = field(default_factory=dict)
 
@@ -217,9 +233,9 @@ class Recomputed(PackedTensor):
         return fits
 
 
-def _read_in(node: Leaf | _Step) -> Iterator[Leaf | _Step]:
+def _read_in(node: Node) -> Iterator[Node]:
     """Yield every node once for each step that reads it."""
-    seen: set[Leaf | _Step] = set()
+    seen: set[Node] = set()
     todo = [node]
     while todo:
         each = todo.pop()
@@ -234,17 +250,20 @@ def _steps_of(step: _Step) -> list[Operation]:
     return [each.operation for each in set(_read_in(step)) if isinstance(each, _Step)]
 
 
-def _alive_bytes(node: Leaf | _Step) -> int:
+def _alive_bytes(node: Node) -> int:
     """Return the bytes alive beside leaves when most are: a step's results and what it reads."""
-    if isinstance(node, Leaf):
-        return 0
-    read = dict.fromkeys(_nodes_of(node))
-    made = sum(each.operation.made_bytes for each in read if isinstance(each, _Step))
-    return max([node.operation.made_bytes + made, *map(_alive_bytes, read)])
+    read = dict.fromkeys(_nodes_of(node)) if isinstance(node, _Step) else ()
+    return max([sum(map(_made_bytes, (node, *read))), *map(_alive_bytes, read)])
 
 
-def _nodes_of(step: _Step) -> list[Leaf | _Step]:
-    found: list[Leaf | _Step] = []
+def _made_bytes(node: Node) -> int:
+    if isinstance(node, _Step):
+        return node.operation.made_bytes
+    return node.value.nbytes if isinstance(node, CodedLeaf) else 0
+
+
+def _nodes_of(step: _Step) -> list[Node]:
+    found: list[Node] = []
     map_nest(_Input, lambda each: found.append(each.of), step.inputs)
     return found
 
@@ -263,6 +282,7 @@ class RecipeMaker:
 
     def __post_init__(self) -> None:
         self._last: deque[tuple[Value, weakref.ref[Recomputed]]] = deque(maxlen=NEAR)
+        self._codes: dict[Value, weakref.ref[PackedTensor]] = {}
 
     @below_autograd()  # what is done here is not the program's, and not recorded
     def recomputed(self, tensor: Tensor, version: int, site: Site) -> Recomputed | None:
@@ -293,13 +313,21 @@ class RecipeMaker:
             self._last.append((value, found.yields[-1]))
         return made
 
+    def note_code(self, tensor: Tensor, code: PackedTensor) -> None:
+        """Note what holds every bit of a saved tensor: recipes may start from it."""
+        if tensor.nbytes == tensor.untyped_storage().nbytes():
+            self._codes[self._recorder.value_of(tensor)] = weakref.ref(code)
+
+    def coded(self, value: Value) -> CodedLeaf | None:
+        """Return the code that is held of a value; None: none is."""
+        reference = self._codes.get(value)
+        code = reference() if reference is not None else None
+        return None if code is None else CodedLeaf(value, code, self._state.scratch)
+
     def near(self, value: Value) -> _Step | None:
         """Return the step that makes a value for another saved tensor, one of the last few."""
-        for other, reference in self._last:
-            saved = reference() if other is value else None
-            if saved is not None:
-                return saved.step
-        return None
+        found = (reference() for other, reference in self._last if other is value)
+        return next((each.step for each in found if each is not None), None)
 
     def _repeats(self, made: Recomputed, key: Any, tensor: Tensor) -> bool:
         """True if the recipe gives the saved tensor's bits, which is tried once a site and form."""
@@ -333,7 +361,7 @@ class _Search:
         self._maker = maker
         self._most_work = most_work
         self._work_bytes = 0
-        self._known: dict[Value, Leaf | _Step] = {}
+        self._known: dict[Value, Node] = {}
 
     def step(self, value: Value) -> _Step | None:
         """Return how the value's own operation makes it again, cheaply; or None."""
@@ -360,13 +388,13 @@ class _Search:
             self._known[operand.value] = self._node(operand)
         return _Input(self._known[operand.value], operand.geometry)
 
-    def _node(self, operand: Operand) -> Leaf | _Step:
+    def _node(self, operand: Operand) -> Node:
         leaf = self._maker.leaf(operand)
         if leaf is not None:
             is_free = leaf.source is None or _is_kept(leaf.source)
             if is_free or operand.value.nbytes < SMALL_BYTES:
                 return leaf
-        found = self.step(operand.value) or leaf
+        found = self.step(operand.value) or self._maker.coded(operand.value) or leaf
         if found is None:
             raise _UnavailableError
         return found
