@@ -69,6 +69,23 @@ class Residual(nn.Module):
         return x.mean((2, 3))
 
 
+class Attending(nn.Module):
+    """Attention whose weights are dropped: a mask holds every bit of the noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 4, stride=4)
+        self.layers = nn.ModuleList(nn.Linear(32, 96) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).flatten(2).mT
+        for layer in self.layers:
+            q, k, v = layer(x).unflatten(2, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+            x = x + y.transpose(1, 2).flatten(2)
+        return x.mean(1)
+
+
 def functional(model: nn.Module, x: Tensor) -> Tensor:
     """The same network as ``Residual`` from its parameters, without a module's call."""
     named = dict(model.named_parameters())
@@ -86,8 +103,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "residual": lambda: Residual(F.silu),
     "in place": lambda: Residual(F.relu, depth=9, inplace=True),
     "hardswish": lambda: Residual(F.hardswish),
+    "dropped attention": Attending,
 }
-SHARES = {"concatenations": 0.72, "residual": 0.72, "in place": 0.8, "hardswish": 0.72}
+SHARES = {
+    "concatenations": 0.72,
+    "residual": 0.72,
+    "in place": 0.8,
+    "hardswish": 0.72,
+    "dropped attention": 0.8,
+}
 
 
 def images() -> Batch:
