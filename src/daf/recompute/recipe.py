@@ -13,7 +13,6 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,18 +33,6 @@ from daf.torch_compat.pytree import map_nest
 # Bytes that a recipe writes, of its result's: a normalisation, an addition and a ReLU write three
 # times as much. Longer chains are cut: each of their links would be computed from the start.
 MOST_WORK = 11.0
-# Beside pointwise operations and reductions: what takes no longer than its bytes do to write. All
-# of a result must be defined, which is not so everywhere (CTC's table).
-_NAMES = """
-_fused_rms_norm _log_softmax _prelu_kernel _softmax _to_copy arange avg_pool2d cat clone copy
-constant_pad_nd cumsum embedding flip full full_like gather glu hardswish index index_select
-max_pool2d_with_indices native_batch_norm native_group_norm native_layer_norm new_full new_ones
-new_zeros ones ones_like pixel_shuffle pixel_unshuffle prelu repeat roll scatter select_scatter
-slice_scatter stack tril triu upsample_bilinear2d upsample_nearest2d zeros zeros_like
-"""
-_CHEAP = frozenset(_NAMES.split())
-# torch 2.9 has no tag for reductions; there recipes end at them.
-_CHEAP_TAGS = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
 # A result that another saved tensor is, one of so many saved before, is kept for its backward: that
 # reads it next. Further apart it would be held for long, and is made once more.
 NEAR = 8
@@ -366,7 +353,7 @@ class _Search:
     def step(self, value: Value) -> _Step | None:
         """Return how the value's own operation makes it again, cheaply; or None."""
         operation, geometry = value.operation, value.geometry
-        if operation is None or geometry is None or not is_cheap(operation.function):
+        if operation is None or geometry is None:
             return None
         before = self._work_bytes
         near = self._maker.near(value)
@@ -406,12 +393,3 @@ class _UnavailableError(Exception):
 
 def _is_kept(source: Source) -> bool:
     return source.recall("kept", Holding) is not None
-
-
-@lru_cache(maxsize=4096)
-def is_cheap(function: Any) -> bool:
-    """True if an operation takes no longer than what it writes does to write."""
-    schema = getattr(function, "_schema", None)
-    if schema is None:
-        return True  # a function of ours
-    return schema.name.partition("::")[2] in _CHEAP or not _CHEAP_TAGS.isdisjoint(function.tags)

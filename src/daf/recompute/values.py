@@ -135,22 +135,24 @@ class ValueRecorder(DispatchMode):
                     storage = each.untyped_storage()
                     self._put(storage, _unknown(storage))
             return
+        if function is _BATCH_NORM and arguments[5]:
+            self._note_normalised(arguments, result)
+            return
         operands: Any = map_nest(Tensor, self.operand, (arguments, keywords))
         operation = Operation(maker, operands, sum(map(bytes_of, results)))
         for place, each in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
             if isinstance(each, Tensor) and is_strided(each):
                 self._note_result(operation, place, each)
-        if function is _BATCH_NORM and arguments[5]:
-            self._note_normalised(arguments, result)
 
     def _note_normalised(self, arguments: Any, result: Sequence[Tensor]) -> None:
-        """Note a batch normalisation's result as made from its statistics, which backward keeps."""
-        y, mean, inverse_deviation = result
-        nest: Any = ((*arguments[:3], mean, inverse_deviation), {})
+        """Note a batch normalisation's result as made from its statistics, which backward keeps.
+
+        These are not made again: running statistics would be updated once more.
+        """
+        y, *statistics = result
+        nest: Any = ((*arguments[:3], *statistics), {})
         operation = Operation(normalised, map_nest(Tensor, self.operand, nest), y.nbytes)
         self._note_result(operation, -1, y)
-        for each in (mean, inverse_deviation):  # running statistics would be updated once more
-            self.value_of(each).operation = None
 
     def _note_result(self, operation: Operation, place: int, result: Tensor) -> None:
         storage = result.untyped_storage()
@@ -194,6 +196,18 @@ def _written(function: Any, arguments: Any, keywords: Any) -> Iterator[Tensor]:
             yield from tensors_in_batch(given)
 
 
+# Beside pointwise operations and reductions: what takes no longer than its bytes do to write. All
+# of a result must be defined, which is not so everywhere (CTC's table).
+_NAMES = """
+_fused_rms_norm _log_softmax _prelu_kernel _softmax _to_copy arange avg_pool2d cat clone copy
+constant_pad_nd cumsum embedding flip full full_like gather glu hardswish index index_select
+max_pool2d_with_indices native_batch_norm native_group_norm native_layer_norm new_full new_ones
+new_zeros ones ones_like pixel_shuffle pixel_unshuffle prelu repeat roll scatter select_scatter
+slice_scatter stack tril triu upsample_bilinear2d upsample_nearest2d zeros zeros_like
+"""
+_CHEAP = frozenset(_NAMES.split())
+# torch 2.9 has no tag for reductions; there recipes end at them.
+_CHEAP_TAGS = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
 # Their results are undefined, or somebody else's.
 _UNDEFINED = ("empty", "new_empty", "resize", "set_", "_reshape_alias", "_to_copy.out")
 _VIEW = object()  # an operation that returns its input's memory, or writes nothing new
@@ -201,7 +215,7 @@ _VIEW = object()  # an operation that returns its input's memory, or writes noth
 
 @lru_cache(maxsize=4096)
 def _maker(function: Any) -> Any | None:
-    """Return what makes an operation's value in new memory, ``_VIEW``, or None if unknown.
+    """Return what makes an operation's value in new memory cheaply, ``_VIEW``, or None.
 
     Of one that writes its first argument alone, that is the overload which returns what it writes.
     """
@@ -212,14 +226,16 @@ def _maker(function: Any) -> Any | None:
     if not is_known or torch.Tag.nondeterministic_seeded in function.tags:
         return None
     if not aliases:
-        return function
+        return function if _is_cheap(function) else None
     if not any(each.is_write for each in aliases):
         return _VIEW
     written = [each for each in schema.arguments if each.alias_info and each.alias_info.is_write]
     if not name.endswith("_") or written != schema.arguments[:1]:
         return None
     found = _twin(function, name.removesuffix("_"))
-    return None if found is None or torch.Tag.nondeterministic_seeded in found.tags else found
+    if found is None or torch.Tag.nondeterministic_seeded in found.tags or not _is_cheap(found):
+        return None
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -236,3 +252,9 @@ def _twin(function: Any, name: str) -> Any | None:
         return None
     names = [[each.name for each in one._schema.arguments] for one in (found, function)]
     return found if names[0] == names[1] else None
+
+
+def _is_cheap(function: Any) -> bool:
+    """True if an operation takes no longer than what it writes does to write."""
+    name = function._schema.name.partition("::")[2]
+    return name in _CHEAP or not _CHEAP_TAGS.isdisjoint(function.tags)
