@@ -156,6 +156,8 @@ class SavedTensorHooks:
     # --- settling ---------------------------------------------------------------------------
 
     def _settle(self, pending: list[SavedTensor], operator: str, call: Call) -> None:
+        if self.recorder is not None:
+            self.recorder.is_paused = True
         try:
             needs = [self._need(saved, operator, call) for saved in pending]
             path, count = self._state.tracker.next_call(operator)
@@ -170,6 +172,8 @@ class SavedTensorHooks:
                     self._settle_one(saved, need, record, call)
             self._state.evictions.collect()
         finally:
+            if self.recorder is not None:
+                self.recorder.is_paused = False
             for saved in pending:
                 saved.drop()  # which settling has done, unless it raised
 

@@ -83,15 +83,21 @@ class Operand(NamedTuple):
 
 
 class ValueRecorder(DispatchMode):
-    """Records the values of what runs inside, on this thread; ``own_ms``: the time that takes."""
+    """Records the values of what runs inside, on this thread; ``own_ms``: the time that takes.
+
+    ``is_paused``: what runs is not the program's, and makes nothing that recipes may need.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._values: dict[int, tuple[StorageWeakRef, Value]] = {}
         self.own_ms = 0.0
+        self.is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start_s, keywords = time.perf_counter(), kwargs or {}
+        if self.is_paused:
+            return func(*args, **keywords)
         for each in _written(func, args, keywords) if func._schema.is_mutable else ():
             if is_strided(each):
                 self.value_of(each).before_write()
