@@ -198,8 +198,7 @@ def derivative_lines(places: Doubles, values: Doubles) -> Doubles:
         borders = _best_borders(sums, chosen)
         around = borders[:, None] + np.arange(-8, 9) * radius // 8
         chosen = np.unique(np.clip(np.concatenate([[0, count], around.ravel()]), 0, count))
-    ends = np.concatenate([[0], borders, [count]])
-    scale, shift = _lines(np.diff(sums[:, ends]))
+    scale, shift = _lines(np.diff(sums[:, [0, *borders, count]]))
     return np.concatenate([places[borders - 1], scale, shift])
 
 

@@ -81,8 +81,7 @@ class History:
         self._resources.callback(self._stop)
         asker = _Asker(self._names)
         self._resources.enter_context(register_module_forward_pre_hook(asker.enter))
-        leaving = register_module_forward_hook(asker.leave, always_call=True)
-        self._resources.enter_context(leaving)
+        self._resources.enter_context(register_module_forward_hook(asker.leave, always_call=True))
         self._resources.enter_context(_LabelOperators(asker))
         return self
 
@@ -151,8 +150,7 @@ class _Asker:
         node: Any = running_node()
         if node is None:
             return self._current()
-        number = sequence_number_of(node)
-        place = bisect_right(self._numbers, number) - 1
+        place = bisect_right(self._numbers, sequence_number_of(node)) - 1
         path = self._paths[place] if place >= 0 else ""
         return f"{path} (backward)".lstrip()
 

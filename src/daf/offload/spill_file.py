@@ -87,8 +87,7 @@ class SpillFile:
 
 def _sync_file_range() -> ctypes._NamedFuncPointer | None:
     try:
-        library = ctypes.CDLL(None, use_errno=True)
-        function = library.sync_file_range
+        function = ctypes.CDLL(None, use_errno=True).sync_file_range
     except (OSError, AttributeError, TypeError):
         return None
     function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
