@@ -1,7 +1,6 @@
 """Memory pressure: how long tasks stall for want of memory (the kernel's PSI, accounting/psi.rst).
 
-Where the kernel permits triggers, one wakes the watcher as stalls pass a threshold; else the
-counters are sampled.
+A trigger wakes the watcher at a threshold where the kernel permits it; else counters are sampled.
 """
 
 from __future__ import annotations

@@ -289,10 +289,7 @@ class Capture:
 
     @property
     def replays(self) -> tuple[tuple[str, int], ...]:
-        """The calls that the last backward pass ran again, in order: module path and call.
-
-        Calls of a module count from 0 within one ``with`` of ``step``.
-        """
+        """Calls that the last backward ran again, in order: path, number (from 0) in ``step``."""
         return tuple(self._replay_log.calls)
 
     @contextmanager

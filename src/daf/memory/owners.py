@@ -72,10 +72,7 @@ class Owners:
         return claim in self._claims
 
     def enter(self, claim: Claim) -> None:
-        """Put a claim in force; does nothing if it is.
-
-        PlatformError: it redirects allocations, which this system cannot do.
-        """
+        """Put a claim in force, if it is not; PlatformError: the system cannot redirect memory."""
         with account_lock:
             if claim in self._claims and (native.is_installed() or not claim.redirects):
                 return

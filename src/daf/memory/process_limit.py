@@ -205,10 +205,7 @@ class MemoryKeeper(Keeper):
 
 
 def _set_limit(claim: Claim, other_bytes: int) -> int:
-    """Compute the account's limit from the claim's budget, if it has one; return it.
-
-    ``other_bytes``: of the process beside the account.
-    """
+    """Set and return the limit that a budget, if there is one, leaves beside ``other_bytes``."""
     if claim.budget_bytes is not None:
         spare_bytes = _spare_bytes(claim.budget_bytes) + claim.spare_bytes
         claim.limit_bytes = max(0, claim.budget_bytes - other_bytes - spare_bytes)

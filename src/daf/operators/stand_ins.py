@@ -33,10 +33,7 @@ _UNFUSED = "run without fused operators (fused=False)"
 
 
 class DefersResults:
-    """The part of a ``FusedOperator`` that defers results: what stand-ins need of it.
-
-    ``alone`` is the pattern of a call that is no longer deferred.
-    """
+    """What stand-ins need of a ``FusedOperator``; ``alone``: pattern of a call deferred no more."""
 
     alone: ClassVar[str] = ""
 
@@ -152,10 +149,7 @@ class StandIns:
         return deferred.result
 
     def finish(self) -> None:
-        """End the step: what still lives becomes the real tensor, and is deferred no more.
-
-        FusionError: one can no longer be computed.
-        """
+        """End the step: compute what lives, defer it no more; FusionError: that is impossible."""
         outlived = list(self._deferred.items())
         self._deferred.clear()
         for stand_in, deferred in outlived:

@@ -125,10 +125,7 @@ class SplitProof:
         return weighing, found.refusal
 
     def _trial(self, batch: Any, cut: BatchCut, examples: int, weighing: Weighing) -> _Trial:
-        """Add up the parts' gradients, then the whole's to their negative: what is left differs.
-
-        So one gradient is held throughout.
-        """
+        """Add up the parts' gradients and the whole's negative, in one: what is left differs."""
         middle = _middle(examples, cut.least)
         weights, has_divisors = PartWeights(weighing), False
         disturbed = middle if weighing is Weighing.LOSS else 0

@@ -164,10 +164,7 @@ class PlanController(Resumable):
             self.selector.regrow(profiles.beside(more_bytes), budget_bytes)
 
     def _outgrow(self, context: StepContext, budget_bytes: int) -> None:
-        """Plan for a larger batch from smaller ones, if they are near and a plan fits; else forget.
-
-        What is forgotten is measured anew, on this batch.
-        """
+        """Plan anew from near smaller batches if that fits; else forget, to measure this batch."""
         for ahead in (AHEAD, 1.0):
             profiles = self.growth.reached(context.info, ahead) if self.selector.plan else None
             if profiles is None:

@@ -192,8 +192,7 @@ class Session(SessionReadings):
     def _turn(self) -> Iterator[None]:
         """Wait for other threads' sessions; leave PyTorch's modes as found, if interrupted too.
 
-        Raises:
-            ClosedSessionError: the session was closed.
+        Raises ClosedSessionError if the session was closed.
         """
         with owners.turn, modes_restored():
             self._refuse_if_closed()
@@ -243,10 +242,7 @@ class Session(SessionReadings):
 
     @property
     def budget_bytes(self) -> int | None:
-        """The budget in force: what was asked, or less under a tighter limit of the system.
-
-        Setting it sets ``budget``.
-        """
+        """The budget in force (setting it sets ``budget``), or a tighter limit of the system."""
         return self._budget_controller.budget_bytes
 
     @budget_bytes.setter

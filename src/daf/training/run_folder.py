@@ -64,8 +64,7 @@ class RunFolder:
     def held(self, *, resumes: bool) -> Iterator[None]:
         """Hold the folder, made unless this run ``resumes``; one that stays empty is removed.
 
-        Raises RunFolderError if another process holds it, it cannot be made, or a new run's holds
-        any file.
+        RunFolderError: another process holds it, it cannot be made, or a new run's holds a file.
         """
         try:
             if not resumes:

@@ -69,8 +69,7 @@ class ChunkedProduct(torch.autograd.Function):
     ) -> Tensor:
         """Return the product.
 
-        ``chunk_bytes`` is what a chunk of the input may take, of one that is kept too; None:
-        ``chunk_bytes_on`` of a coded one.
+        ``chunk_bytes``: of a chunk of the input, kept or not; None: ``chunk_bytes_on`` if coded.
         """
         ctx.save_for_backward(x, weight)
         ctx.product, ctx.chunk_bytes, ctx.has_bias = product, chunk_bytes, bias is not None
