@@ -12,8 +12,7 @@ from contextlib import suppress
 from daf.budget.cgroups import memory_groups
 from daf.budget.system import System
 
-# A person notices a tenth of a second lost per second. Unprivileged processes may set triggers for
-# windows of two seconds only.
+# A person notices a tenth of a second lost per second; unprivileged triggers have windows of 2 s.
 STALLED_SHARE = 0.10
 WINDOW_S = 1.0
 TRIGGER_WINDOW_US = 2_000_000

@@ -1,8 +1,7 @@
 """A budget on the process's memory, held by a claim on what is set in the process (``owners``).
 
-Where allocations can be redirected, freed blocks are recycled under a hard limit
-(``recycling_allocator``). Smaller blocks, and all blocks on other systems with glibc, return to the
-system once freed (``glibc``).
+Freed blocks are recycled under a hard limit where allocations can be redirected
+(``recycling_allocator``). Where glibc is, other blocks return to the system once freed (``glibc``).
 """
 
 from __future__ import annotations

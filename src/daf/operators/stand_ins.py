@@ -58,8 +58,7 @@ class DefersResults:
 class Deferred:
     """A result that is computed when something reads it.
 
-    ``parts``: what it is computed from; None once taken. ``reads``: the tensors among them, which
-    must not change before.
+    ``parts``: what it is made of; None once taken. ``reads``: its tensors, which must not change.
     """
 
     operator: DefersResults
@@ -82,10 +81,7 @@ class Deferred:
             )
 
     def take(self, reader: str, *, keep: bool = False) -> Any:
-        """Return the parts for computing now, and forget them unless ``keep``.
-
-        FusionError: they are gone, or were changed in place since.
-        """
+        """Return the parts, kept only if ``keep``; FusionError: gone, or changed in place since."""
         if self.parts is None:
             self._refuse(f"its result is read after {reader}")
             raise FusionError(

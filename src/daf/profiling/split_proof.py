@@ -81,8 +81,7 @@ class SplitProof:
     def run(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
         """Return how parts are weighed, and "" or why they do not add up; restores the model.
 
-        ``examples``: how many to take of the batch, 2 at least. The user's own code may raise
-        anything for a part.
+        ``examples``: of the batch, 2 at least. The user's own code may raise anything for a part.
         """
         some = cut.pick(batch, cut.telling(batch, examples))
         writes = ParameterWrites(self._model)

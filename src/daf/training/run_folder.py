@@ -109,8 +109,7 @@ class RunFolder:
     def read_settings(self) -> TrainSettings:
         """Return the run's first settings.
 
-        Raises DamagedFileError if they cannot be read, and RunFolderError if there are none or they
-        are another version's.
+        DamagedFileError: they cannot be read. RunFolderError: there are none, or another version's.
         """
         if not self.settings.exists():
             raise RunFolderError(

@@ -48,7 +48,7 @@ Living = TypeVar("Living")
 
 
 class ForwardRunner(SessionReadings):
-    """One model's passes within a budget, asked as of ``compress``; ``losses`` read its outputs."""
+    """One model's passes within a budget; arguments as ``compress``'s; ``losses`` read outputs."""
 
     def __init__(
         self, model: nn.Module, budget: Budget, tolerance: float | None, seed: int, losses: Losses
