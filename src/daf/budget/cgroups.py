@@ -47,8 +47,7 @@ class MemoryGroup:
                 counts[name.removeprefix(prefix)] = int(value)
         cache = counts.get("file", counts.get("cache", 0))
         mapped = counts.get("file_mapped", counts.get("mapped_file", 0))
-        unmapped = max(0, cache - mapped - counts.get("shmem", 0))
-        return unmapped + counts.get("slab_reclaimable", 0)
+        return max(0, cache - mapped - counts.get("shmem", 0)) + counts.get("slab_reclaimable", 0)
 
 
 def memory_groups(system: System) -> tuple[MemoryGroup, ...]:

@@ -160,8 +160,7 @@ class Governor:
     def refresh(self, *, urgent: bool = False) -> Reading:
         """Read the user's function, the limits and, for ``"auto"``, memory pressure again.
 
-        ``urgent``: a trigger reported memory pressure. Raises what that function raises, and
-        UnitError if it returns no budget.
+        ``urgent``: pressure was reported. Raises what that function does, UnitError for no budget.
         """
         asked = self.asked
         request = parse_budget(asked()) if callable(asked) else None

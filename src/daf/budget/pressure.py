@@ -1,7 +1,6 @@
 """Memory pressure: how long tasks stall for want of memory (the kernel's PSI, accounting/psi.rst).
 
-Where the kernel permits triggers, one wakes the watcher as stalls pass a threshold; else the
-counters are sampled.
+A trigger wakes the watcher at a threshold where the kernel permits it; else counters are sampled.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from contextlib import suppress
 from daf.budget.cgroups import memory_groups
 from daf.budget.system import System
 
-# A person notices a tenth of a second lost per second. Unprivileged processes may set triggers for
-# windows of two seconds only.
+# A person notices a tenth of a second lost per second; unprivileged triggers have windows of 2 s.
 STALLED_SHARE = 0.10
 WINDOW_S = 1.0
 TRIGGER_WINDOW_US = 2_000_000

@@ -32,8 +32,7 @@ class Request:
 def parse_budget(value: BudgetValue) -> Request | None:
     """Parse bytes (``"700MB"`` or an int), a fraction or ``"auto"``; None (no budget) stays None.
 
-    A fraction of the device's memory is a float in (0, 1], ``"0.5"`` or ``"50%"``. Raises UnitError
-    for anything else.
+    A fraction of the device's memory is a float in (0, 1], ``"0.5"`` or ``"50%"``. Else: UnitError.
     """
     if value is None:
         return None

@@ -13,8 +13,7 @@ A session names its policy, step and micro-batch (any other loop uses ``compress
 operator that saves it returns. By then the autograd node exists, and its name and slots say what
 its backward will read (``backward_rules``); the policy turns that need into a treatment
 (``packer``). Tensors saved outside any known operator (custom ``autograd.Function``) are kept;
-integers and booleans are packed without loss. Calls of modules that the policy replays hold their
-inputs only (``replay``).
+integers and booleans are packed without loss. Replayed calls hold their inputs only (``replay``).
 
 Gradients under ``rotated`` and ``minmax`` codes are unbiased where a tensor enters them once and
 linearly, and under codes of a smooth activation's derivative. Behind a normalisation the squared
@@ -228,8 +227,7 @@ class Capture:
         """The most bytes that codes may hold, on the host and on each device; None: no cap.
 
         Page tables and records count, but for tables that a device reads. May be set at any moment,
-        from any thread: what is above it is evicted at once, the least important planes first, and
-        reported in ``stats``.
+        from any thread: what is above is evicted at once, least important first (see ``stats``).
 
         Raises:
             PlatformError: codes are not in a pool here.
@@ -289,10 +287,7 @@ class Capture:
 
     @property
     def replays(self) -> tuple[tuple[str, int], ...]:
-        """The calls that the last backward pass ran again, in order: module path and call.
-
-        Calls of a module count from 0 within one ``with`` of ``step``.
-        """
+        """Calls that the last backward ran again, in order: path, number (from 0) in ``step``."""
         return tuple(self._replay_log.calls)
 
     @contextmanager

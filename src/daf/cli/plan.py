@@ -62,8 +62,7 @@ def _show(outline: dict[str, Any]) -> None:
         choices = (line.partition(": ")[::2] for line in outline["choices"])
         console.print(_table("choices", ("what", "how, and why"), choices))
     if outline["left_alone"]:
-        levers = map(lever_row, outline["left_alone"])
-        console.print(_table("left alone", LEVER_COLUMNS, levers))
+        console.print(_table("left alone", LEVER_COLUMNS, map(lever_row, outline["left_alone"])))
     if outline["sites"]:
         names = ("saved tensor", "need", "treatment", "plain", "held")
         console.print(_table(None, names, map(_site_row, outline["sites"])))

@@ -90,8 +90,7 @@ class ElementsCode(_Code):
     ) -> ElementsCode | None:
         """Encode a dense tensor; CodecError if its dtype has no code.
 
-        None if an element of a *derivative* code is not finite; where only the device knows, the
-        code decodes to NaN.
+        None if a *derivative* code's element is not finite; NaN where only the device knows.
         """
         if code.codec is not Codec.INTEGERS:
             element_type(tensor.dtype)

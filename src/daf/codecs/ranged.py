@@ -46,7 +46,6 @@ def grid_of(low: Tensor, high: Tensor, bits: int, inner: int) -> Grid:
     step = (high - low) / (2**bits - 1)
     per_value = torch.where(step > 0, 1 / step, 0.0).float()
     per_value = torch.where(per_value.isfinite(), per_value, 0.0)  # infinite for a step near 0
-    finite = low.isfinite() & high.isfinite()
-    least = torch.where(finite, low, torch.nan).float()
+    least = torch.where(low.isfinite() & high.isfinite(), low, torch.nan).float()
     to_steps = Channels(per_value, (-low * per_value).float(), inner)
     return Grid(to_steps, Channels(step.float(), least, inner))

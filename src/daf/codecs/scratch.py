@@ -1,8 +1,7 @@
 """Memory for decoded tensors, recycled once no tensor refers to it.
 
-A decoded tensor lives for one operator of backward; paging in a fresh block for each costs several
-times what decoding does. Where the allocator recycles freed blocks (``memory.recycling``), nothing
-is kept here.
+A decoded tensor lives for one operator; paging in fresh blocks costs several times what decoding
+does. Where the allocator recycles blocks (``memory.recycling``), nothing is kept here.
 """
 
 from __future__ import annotations

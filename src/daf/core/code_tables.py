@@ -128,9 +128,8 @@ def rotated_thresholds(bits: int) -> Bytes:
 def rotated_magnitudes(bits: int) -> Floats:
     """Return (16,) read-only float32: thresholds of magnitudes, then from the eighth their levels.
 
-    For code that has a rotated integer r rather than its coefficient: the positive cell's number is
-    how many thresholds, ascending, are at most abs(r). No multiple of the unit is an integer, so
-    both signs have the same.
+    For code with a rotated integer r, not its coefficient: the positive cell's number is how many
+    ascending thresholds are at most abs(r), for both signs: no multiple of the unit is an integer.
     """
     units = [threshold * 2**16 / COEFFICIENT_MULTIPLIER for threshold in _integer_thresholds(bits)]
     table = np.zeros(16, np.float32)
@@ -198,8 +197,7 @@ def derivative_lines(places: Doubles, values: Doubles) -> Doubles:
         borders = _best_borders(sums, chosen)
         around = borders[:, None] + np.arange(-8, 9) * radius // 8
         chosen = np.unique(np.clip(np.concatenate([[0, count], around.ravel()]), 0, count))
-    ends = np.concatenate([[0], borders, [count]])
-    scale, shift = _lines(np.diff(sums[:, ends]))
+    scale, shift = _lines(np.diff(sums[:, [0, *borders, count]]))
     return np.concatenate([places[borders - 1], scale, shift])
 
 

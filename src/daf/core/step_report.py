@@ -23,8 +23,7 @@ class StepReport:
     not measured yet). ``squared_bias``: what of codes' errors does not average out, over the
     gradient's square, as last measured; perhaps below 0. ``measuring_ms``: spent measuring them
     after the step. ``rolled_back_to``: the run had diverged; the model is as after that many steps,
-    and codes are wider.
-    ``gradient_norm``: before it was clipped (None: it was not asked for).
+    and codes are wider. ``gradient_norm``: before it was clipped (None: it was not asked for).
     """
 
     loss: float

@@ -1,7 +1,6 @@
 """Files that are replaced atomically, and folders that one process holds.
 
-Nothing is written through a link, and temporary names cannot be guessed: a run's folder may lie
-where others can write.
+No write follows a link, and temporary names cannot be guessed: others may write in a run's folder.
 """
 
 from __future__ import annotations

@@ -101,8 +101,7 @@ def cut_log(path: Path, nbytes: int) -> None:
         return
     try:
         with open_regular(path, os.O_RDWR | NO_LINKS) as file:
-            found = os.fstat(file.fileno()).st_size
-            file.truncate(_end_of_lines(file, min(found, nbytes)))
+            file.truncate(_end_of_lines(file, min(os.fstat(file.fileno()).st_size, nbytes)))
     except OSError as error:
         raise write_error(path, error) from error
 
@@ -164,10 +163,7 @@ class GrowingFile:
             raise write_error(path, error) from error
 
     def append(self, objects: Iterable[Mapping[str, Any]]) -> None:
-        """Append objects, one a line; raises RunFolderError if the disk is full.
-
-        Earlier lines stay then, and none is left half written.
-        """
+        """Append objects, one a line, all or none; raises RunFolderError if the disk is full."""
         data = _lines(objects, self._path.name)
         rest = memoryview(data)
         try:

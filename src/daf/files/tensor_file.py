@@ -43,10 +43,7 @@ _UNKNOWN = "0" * 8  # of the same length as every checksum
 def write_tensors(
     file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors of any layout into an empty file that can seek.
-
-    Raises RunFolderError for dtypes that the format lacks.
-    """
+    """Write tensors of any layout to an empty file that can seek; RunFolderError: other dtypes."""
     # Wide types first, so that every tensor starts at a multiple of its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {_METADATA: dict(metadata)}

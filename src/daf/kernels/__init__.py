@@ -1,12 +1,7 @@
-"""The kernel contract: what every backend computes, to the byte.
+"""The kernel contract: what every backend computes, to the byte, in ``core.code_format``'s layout.
 
 ``tests/helpers/reference`` is the oracle: each operation, readable in NumPy. A backend is correct
 if its bytes equal the oracle's. ``docs/format.md`` spells out the arithmetic.
-
-All codecs share the *unified layout*. A tensor of ``count`` elements in memory order is padded to
-whole blocks of 256. A ``b``-bit code is ``b`` planes, one after the other, most significant first.
-A plane is ``words_per_plane(count)`` little-endian 32-bit words; bit ``k`` of word ``w`` belongs to
-element ``32 * w + k``. Headers are an array of their own: two bf16 numbers per block.
 """
 
 from __future__ import annotations

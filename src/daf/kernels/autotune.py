@@ -1,7 +1,4 @@
-"""Chooses the fastest of several strategies by timing them on first use.
-
-DAF (arXiv 2507.07149) profiles offline; here a time limit bounds it.
-"""
+"""Chooses the fastest strategy on first use, in bounded time; DAF (arXiv 2507.07149): offline."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ from daf.kernels import Codec, RowMoments
 class Channels(NamedTuple):
     """``value * scale[c] + shift[c]``, two roundings in fp32, with ``c = (i // inner) % channels``.
 
-    ``i`` is the place in memory order: ``inner`` is 1 for channels-last memory and height * width
-    for contiguous NCHW.
+    ``i`` is the place in memory order: ``inner`` is 1 for channels-last, height * width for NCHW.
     """
 
     scale: Tensor  # (channels,) float32, contiguous, on the values' device

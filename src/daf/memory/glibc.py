@@ -41,9 +41,8 @@ def returns_freed_blocks() -> bool:
 def return_freed_blocks(wanted: bool) -> None:
     """Return freed blocks of 128 KiB and more to the system at once, or keep them again.
 
-    Only ``memory.owners`` calls it, for all who want it. ``wanted`` False sets the largest
-    thresholds that glibc reaches by itself (32 MiB, twice that for trimming); it does nothing where
-    they were never set.
+    Only ``memory.owners`` calls it, for all who want it. ``wanted`` False sets glibc's own largest
+    thresholds (32 MiB, twice that for trimming), and does nothing where they were never set.
     """
     library = _glibc()
     if library is None or wanted == _in_force["returned"]:

@@ -1,7 +1,6 @@
 """Allocations by module and operator over time, as ``torch.cuda.memory._record_memory_history``.
 
-Covers PyTorch's tensors and oneDNN's scratch, in forward and backward. Recording costs tens of
-microseconds per operator.
+Covers PyTorch's tensors and oneDNN's scratch, forward and backward, at tens of µs per operator.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class Holder:
 class History:
     """A recording of allocations and their askers while it is entered, as an allocator must be.
 
-    ``model`` gives modules full paths instead of class names. Events beyond ``capacity`` are only
-    counted in ``dropped``.
+    ``model``: for full paths in place of class names. ``dropped`` counts events past ``capacity``.
     """
 
     def __init__(self, model: nn.Module | None = None, *, capacity: int = 1_000_000) -> None:
@@ -81,8 +79,7 @@ class History:
         self._resources.callback(self._stop)
         asker = _Asker(self._names)
         self._resources.enter_context(register_module_forward_pre_hook(asker.enter))
-        leaving = register_module_forward_hook(asker.leave, always_call=True)
-        self._resources.enter_context(leaving)
+        self._resources.enter_context(register_module_forward_hook(asker.leave, always_call=True))
         self._resources.enter_context(_LabelOperators(asker))
         return self
 
@@ -151,8 +148,7 @@ class _Asker:
         node: Any = running_node()
         if node is None:
             return self._current()
-        number = sequence_number_of(node)
-        place = bisect_right(self._numbers, number) - 1
+        place = bisect_right(self._numbers, sequence_number_of(node)) - 1
         path = self._paths[place] if place >= 0 else ""
         return f"{path} (backward)".lstrip()
 

@@ -23,8 +23,7 @@ from daf.memory import glibc
 
 MakeRoom = Callable[[int], int]  # frees at least so many bytes if it can, returns how many
 
-# One lock for the process's one account. A fork takes it, or the child could find it held by a
-# thread that it does not have.
+# One lock for the one account. A fork takes it, or the child could find it held for good.
 account_lock = threading.RLock()
 
 
@@ -36,9 +35,8 @@ class Claim:
     ``spare_bytes`` less than usual. ``expected_bytes``: freed blocks make way beyond it, until more
     is needed. ``lifted``: while above 0, no limit is in force. ``make_room``: called at the limit;
     ``limit_by_pages``: then computes the limit anew, where the rest of the process may have given
-    back the bytes that are missing. ``must_finish``: nothing may be refused; ``overrun_bytes``
-    counts what passes all limits then. ``missing_bytes``: by which the last refused allocation
-    passed the limit.
+    back the missing bytes. ``must_finish``: nothing may be refused; ``overrun_bytes`` counts what
+    passes all limits then. ``missing_bytes``: by which the last refusal passed the limit.
     """
 
     redirects: bool = False  # PyTorch's and NumPy's allocations pass the account
@@ -72,10 +70,7 @@ class Owners:
         return claim in self._claims
 
     def enter(self, claim: Claim) -> None:
-        """Put a claim in force; does nothing if it is.
-
-        PlatformError: it redirects allocations, which this system cannot do.
-        """
+        """Put a claim in force, if it is not; PlatformError: the system cannot redirect memory."""
         with account_lock:
             if claim in self._claims and (native.is_installed() or not claim.redirects):
                 return

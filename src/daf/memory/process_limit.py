@@ -1,8 +1,7 @@
 """A budget on the process's memory, held by a claim on what is set in the process (``owners``).
 
-Where allocations can be redirected, freed blocks are recycled under a hard limit
-(``recycling_allocator``). Smaller blocks, and all blocks on other systems with glibc, return to the
-system once freed (``glibc``).
+Freed blocks are recycled under a hard limit where allocations can be redirected
+(``recycling_allocator``). Where glibc is, other blocks return to the system once freed (``glibc``).
 """
 
 from __future__ import annotations
@@ -205,10 +204,7 @@ class MemoryKeeper(Keeper):
 
 
 def _set_limit(claim: Claim, other_bytes: int) -> int:
-    """Compute the account's limit from the claim's budget, if it has one; return it.
-
-    ``other_bytes``: of the process beside the account.
-    """
+    """Set and return the limit that a budget, if there is one, leaves beside ``other_bytes``."""
     if claim.budget_bytes is not None:
         spare_bytes = _spare_bytes(claim.budget_bytes) + claim.spare_bytes
         claim.limit_bytes = max(0, claim.budget_bytes - other_bytes - spare_bytes)

@@ -1,9 +1,8 @@
 """The memory of this process, now and at its peak (design, section 1).
 
 On Linux ``VmRSS`` and ``VmHWM`` of ``/proc/self/status``, reset through ``/proc/self/clear_refs``,
-and ``VmSwap``: what is swapped out still counts (boards compress it in their memory, as zram).
-Elsewhere psutil's resident size and the largest sample, which misses what happens between samples;
-``peak_is_exact`` says which.
+and ``VmSwap``: swapped bytes still count (boards compress them in their memory, as zram). Elsewhere
+psutil's resident size and its largest sample, which misses what is between (``peak_is_exact``).
 """
 
 from __future__ import annotations

@@ -121,9 +121,8 @@ def split(
     """Return routes with the least exposed time that a few tries and single changes find.
 
     The earliest tensors have most time to hide in, so the tries let the processor pack all up to
-    some place, none and all included: the answer is never worse than either side alone. With few
-    tensors, single routes are then changed while that helps. The GPU always packs tensors larger
-    than ``most_raw_bytes``.
+    some place, none and all included: the answer is never worse than either side alone. Of few,
+    single routes are changed while that helps. The GPU packs all above ``most_raw_bytes``.
     """
     both = [place for place, tensor in enumerate(saved) if tensor.raw_bytes <= most_raw_bytes]
     plans = []

@@ -2,11 +2,10 @@
 
 It is unlinked as it is made (``O_TMPFILE`` where available), for its owner only.
 
-Pages written and read stay in the page cache, which counts in a memory cgroup. ``O_DIRECT`` avoids
-that, but wants aligned buffers, is refused by several file systems, and would cost a copy. So each
-chunk is pushed to the disk (``sync_file_range``, which unlike ``fsync`` leaves the journal alone),
-awaited, then dropped from the cache (``posix_fadvise``). At most two chunks are cached, and a
-failing disk is noticed here.
+Pages written and read stay in the page cache, which a memory cgroup counts. ``O_DIRECT`` avoids
+that, but wants aligned buffers and a copy, and several file systems refuse it. So each chunk is
+pushed to the disk (``sync_file_range``, which unlike ``fsync`` leaves the journal alone), awaited,
+then dropped from the cache (``posix_fadvise``). At most two are cached; a failing disk is noticed.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ class SpillFile:
 
 def _sync_file_range() -> ctypes._NamedFuncPointer | None:
     try:
-        library = ctypes.CDLL(None, use_errno=True)
-        function = library.sync_file_range
+        function = ctypes.CDLL(None, use_errno=True).sync_file_range
     except (OSError, AttributeError, TypeError):
         return None
     function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)

@@ -9,10 +9,9 @@ normalisation's result, that one's code serves here too.
 Where the policy keeps the input, backward reads it where it lies, and the layer behind computes
 ``f(x)`` of it again, a chunk at a time: the result is held nowhere, and nothing errs.
 
-Both uses of a code are of a function that is not linear. They are biased by about half its
-curvature times the code's error, so ``shared_treatment`` asks for one bit more than the layer
-behind would. Squared bias measured (unit Gaussian inputs), of derivative and result alike: 0.0002
-of the square at 3 bits, 0.003 at 2.
+Both uses are of a function that is not linear, so biased by about half its curvature times the
+code's error; ``shared_treatment`` asks for one bit more than the layer behind would. Squared bias
+measured (unit Gaussian inputs), of both: 0.0002 of the square at 3 bits, 0.003 at 2.
 
 A layer behind shows itself when it saves its input. A coded activation whose result no layer
 derived when it last ran fused is left alone from then on: a code of its derivative is smaller. A

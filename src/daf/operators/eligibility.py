@@ -36,8 +36,7 @@ def is_forward_mode() -> bool:
 def autocast_objection(x: Tensor) -> str:
     """Return why autocast forbids an operator that it leaves alone on a GPU.
 
-    There autocast leaves batch normalisation, GELU and SiLU as they are, and normalisations of
-    rows compute in float32.
+    It leaves batch normalisation, GELU and SiLU as they are; row normalisations compute in float32.
     """
     on_processor = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
     return "autocast is on" if on_processor else ""

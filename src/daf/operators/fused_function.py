@@ -1,7 +1,6 @@
 """The autograd function of every fused operator, and what it holds in place of its input.
 
-Where a graph of the gradients is wanted (``create_graph``), these are PyTorch's own, of the input
-as it is held.
+Where gradients need a graph (``create_graph``), they are PyTorch's own, of the input as held.
 """
 
 from __future__ import annotations

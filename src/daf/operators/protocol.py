@@ -48,10 +48,7 @@ class FusedOperator(DefersResults):
         self.context = context
 
     def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
-        """Return what runs in place of a call of one of ``functions``; None: PyTorch's own.
-
-        The reason for None belongs in ``table``.
-        """
+        """Return what runs in place of a call, or None: PyTorch's own (``table`` says why)."""
         raise NotImplementedError
 
     def observe(self, call: OperatorCall, result: Any) -> None:

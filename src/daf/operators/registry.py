@@ -1,7 +1,4 @@
-"""The operators that policies can name, and which of them runs in place of a function of PyTorch's.
-
-They are the library's own, and those registered from outside.
-"""
+"""The operators that policies can name, ours and others', and which runs in a function's place."""
 
 from __future__ import annotations
 

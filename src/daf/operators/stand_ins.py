@@ -33,10 +33,7 @@ _UNFUSED = "run without fused operators (fused=False)"
 
 
 class DefersResults:
-    """The part of a ``FusedOperator`` that defers results: what stand-ins need of it.
-
-    ``alone`` is the pattern of a call that is no longer deferred.
-    """
+    """What stand-ins need of a ``FusedOperator``; ``alone``: pattern of a call deferred no more."""
 
     alone: ClassVar[str] = ""
 
@@ -61,8 +58,7 @@ class DefersResults:
 class Deferred:
     """A result that is computed when something reads it.
 
-    ``parts``: what it is computed from; None once taken. ``reads``: the tensors among them, which
-    must not change before.
+    ``parts``: what it is made of; None once taken. ``reads``: its tensors, which must not change.
     """
 
     operator: DefersResults
@@ -85,10 +81,7 @@ class Deferred:
             )
 
     def take(self, reader: str, *, keep: bool = False) -> Any:
-        """Return the parts for computing now, and forget them unless ``keep``.
-
-        FusionError: they are gone, or were changed in place since.
-        """
+        """Return the parts, kept only if ``keep``; FusionError: gone, or changed in place since."""
         if self.parts is None:
             self._refuse(f"its result is read after {reader}")
             raise FusionError(
@@ -152,10 +145,7 @@ class StandIns:
         return deferred.result
 
     def finish(self) -> None:
-        """End the step: what still lives becomes the real tensor, and is deferred no more.
-
-        FusionError: one can no longer be computed.
-        """
+        """End the step: compute what lives, defer it no more; FusionError: that is impossible."""
         outlived = list(self._deferred.items())
         self._deferred.clear()
         for stand_in, deferred in outlived:

@@ -132,8 +132,7 @@ class OptionMaker:
             coded = ranged_policy(width, ranges) if ranges else coded_policy(width)
             yield str(width), coded.by_need
         if LEAST_SCORE_BITS in widths and not ranges and self._profile.weights:
-            least = coded_policy(LEAST_SCORE_BITS, score_bits=LEAST_SCORE_BITS)
-            yield _LEAST_SCORES, least.by_need
+            yield _LEAST_SCORES, coded_policy(LEAST_SCORE_BITS, score_bits=LEAST_SCORE_BITS).by_need
         if Method.SPILL in self._allowed.methods:
             yield SPILLED, dict.fromkeys(Need, Treatment(Method.SPILL))
 

@@ -297,10 +297,7 @@ def _at_level(level: str) -> Strategy:
 
 
 def evicted(table: Table, limit_bytes: int) -> Selection | None:
-    """Return a selection within the limit by SAGE's order, least time per byte freed first.
-
-    It starts from everything kept; None: not found.
-    """
+    """Free what takes least time per byte (SAGE's order) down to the limit; None: not found."""
     holder = np.array(kept_selection(table), dtype=np.intp)  # (families,) the column of each
     for _ in range(_MOST_ROUNDS):
         usage = table.usage_of(_selection(holder))

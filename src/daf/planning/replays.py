@@ -100,8 +100,7 @@ def _of_module(
     for storage, span in inputs:
         last[storage] = max(last.get(storage, -1), span.last)
     if last:
-        shared = tuple(sorted(last.items()))
-        yield Replay(module, families, rebuilt, cost_ms, operators, shared)
+        yield Replay(module, families, rebuilt, cost_ms, operators, tuple(sorted(last.items())))
     spans = rebuilt + tuple(span for _, span in inputs)
     yield Replay(module, families, spans, cost_ms, operators)
 

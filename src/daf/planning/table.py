@@ -204,8 +204,7 @@ def base_bytes(profile: Profile, micro_batch: int, *, release_gradients: bool) -
     the largest throughout backward, because a step that has changed parameters cannot be retried.
     """
     timeline = profile.timeline
-    lines = [max(0.0, each.at(micro_batch)) for each in timeline.transient]
-    transient = np.array(lines)
+    transient = np.array([max(0.0, each.at(micro_batch)) for each in timeline.transient])
     whole = float(profile.gradient_bytes)
     if release_gradients:
         gradients = np.zeros(len(transient) + 1)

@@ -156,9 +156,8 @@ class DevicePagedStore:
     ) -> DevicePlaneTensor:
         """Allocate pages for ``bits`` planes of ``count`` elements, as ``PagedStore`` does.
 
-        If the device refuses memory, the least important planes are evicted, perhaps the
-        newcomer's. Even so, PoolFullError: no room under the cap; torch.OutOfMemoryError: none on
-        the device.
+        If the device refuses memory, the least important planes are evicted, perhaps the new
+        ones. PoolFullError: even so no room under the cap; torch.OutOfMemoryError: on the device.
         """
         least, headers = options.get("minimum_bits"), options.get("headers", True)
         stays = bits if least is None else least

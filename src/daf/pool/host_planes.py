@@ -316,8 +316,7 @@ def words_for(count: int, bits: int, *, pinned: bool) -> Tensor:
 
     A device can copy ``pinned`` ones by itself. RuntimeError: no pinned memory is left.
     """
-    words = code_bytes(count, bits) // WORD_BYTES
-    return torch.empty(words, dtype=torch.int32, pin_memory=pinned)
+    return torch.empty(code_bytes(count, bits) // WORD_BYTES, dtype=torch.int32, pin_memory=pinned)
 
 
 def encode_on_host(

@@ -115,8 +115,7 @@ class PagedStore:
             elsewhere: pages lie on a device (``device_pool``) and are only numbered and counted
                 here; planes are evicted whole.
 
-        KernelError: the page size or the increment is invalid. PoolFullError: the system grants no
-        addresses.
+        KernelError: invalid page size or increment. PoolFullError: no addresses are granted.
         """
         _check_bytes("cap", cap_bytes)
         if increment_bytes is not None and increment_bytes < 1:

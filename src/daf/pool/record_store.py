@@ -1,7 +1,4 @@
-"""A store whose records may be dropped anywhere, even where its own lock is held.
-
-So dropping never waits; the next holder of the lock forgets the record.
-"""
+"""A store that drops records anywhere, without a wait: the lock's next holder forgets them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Random operators that return what does not depend on how many numbers are drawn.
 
-A batch and its parts draw different random numbers. Inside ``ConstantRandom`` dropout keeps
-everything, and a draw of any size is one number throughout, so that what is left to differ between
-the two is the mathematics.
+A batch and its parts draw different numbers. Inside ``ConstantRandom`` dropout keeps everything,
+and a draw of any size is one number throughout, so that only the mathematics can differ.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Measured speeds of coding, copying and the disk, in bytes per second.
-
-They come from the observed step where it did enough, else from one synthetic tensor.
-"""
+"""Bytes a second of coding, copying, disk: of a step that did enough, else a synthetic tensor."""
 
 from __future__ import annotations
 

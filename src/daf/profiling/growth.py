@@ -24,10 +24,7 @@ _GROWING = ("savings", "calls", "timeline", "passing_bytes")
 
 
 class PeakGrowth:
-    """How the peaks of small steps grow with their examples.
-
-    Two sizes show what does not grow, a workspace of fixed size say; of one, all is taken to grow.
-    """
+    """How peaks grow with examples: two sizes show what does not (workspaces); of one, all does."""
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, dict[int, Observation]] = {}

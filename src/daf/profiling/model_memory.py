@@ -33,8 +33,7 @@ def gradient_bytes(model: nn.Module) -> int:
 
 def state_bytes(state: Mapping[Any, Any]) -> int:
     """Return the bytes of one parameter's state."""
-    values = state.values()
-    return sum(bytes_of(value) for value in values if isinstance(value, torch.Tensor))
+    return sum(bytes_of(each) for each in state.values() if isinstance(each, torch.Tensor))
 
 
 def optimizer_bytes_to_come(optimizer: torch.optim.Optimizer) -> int:

@@ -75,8 +75,7 @@ def _made(
 ) -> torch.optim.Optimizer:
     """Return one of the same class and settings but ``changed``, on parameters of these values.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: its constructor takes something else.
+    Raises TypeError, ValueError or RuntimeError if its constructor takes something else.
     """
     device = group["params"][0].device
     settings = {name: group[name] for name in optimizer.defaults if name in group}

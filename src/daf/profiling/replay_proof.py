@@ -49,10 +49,7 @@ def most_ms(tried: int, examples: int, step_ms: float) -> float:
 def prove_replays(
     model: nn.Module, observation: Observation, forward: Callable[[], object], limits: ProofLimits
 ) -> dict[str, str]:
-    """Return why modules (by path) must not be replayed.
-
-    ``forward`` runs the model and the loss on the examples of the observation.
-    """
+    """Return why modules (by path) must not be replayed; ``forward`` runs model and loss again."""
     parts, nearly_whole = _candidates(observation)
     known: dict[nn.Module, tuple[Any, ...]] = {}
     kinds = {path: _kind(model.get_submodule(path), known) for path in (*parts, *nearly_whole)}

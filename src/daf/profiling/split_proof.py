@@ -81,8 +81,7 @@ class SplitProof:
     def run(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
         """Return how parts are weighed, and "" or why they do not add up; restores the model.
 
-        ``examples``: how many to take of the batch, 2 at least. The user's own code may raise
-        anything for a part.
+        ``examples``: of the batch, 2 at least. The user's own code may raise anything for a part.
         """
         some = cut.pick(batch, cut.telling(batch, examples))
         writes = ParameterWrites(self._model)
@@ -125,10 +124,7 @@ class SplitProof:
         return weighing, found.refusal
 
     def _trial(self, batch: Any, cut: BatchCut, examples: int, weighing: Weighing) -> _Trial:
-        """Add up the parts' gradients, then the whole's to their negative: what is left differs.
-
-        So one gradient is held throughout.
-        """
+        """Add up the parts' gradients and the whole's negative, in one: what is left differs."""
         middle = _middle(examples, cut.least)
         weights, has_divisors = PartWeights(weighing), False
         disturbed = middle if weighing is Weighing.LOSS else 0

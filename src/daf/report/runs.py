@@ -108,8 +108,7 @@ def above_floor_bytes(summary: Record) -> int | None:
 def read_run(folder: Path, name: str | None = None) -> Run:
     """Read what there is of a run, named as its folder by default; ``problems`` say what is not.
 
-    A run without a whole summary is summarised from its logs. Raises RunFolderError if the folder
-    holds no run.
+    Without a whole summary it is made from logs. Raises RunFolderError if the folder holds no run.
     """
     records = _Records(folder)
     steps, memory = records.lines("metrics.jsonl"), _memory_of(records.lines("memory.jsonl"))

@@ -86,8 +86,7 @@ def _code(name: str, parameters: tuple[Any, ...], bits: int) -> SmoothCode | Non
     apart = saved.float().diff(prepend=torch.tensor([-math.inf])) > 0
     steps = ((slopes - low) / step)[apart]
     lines = derivative_lines(saved.float()[apart].double().numpy(), steps.numpy())
-    levels = low + step * torch.arange(2**bits)
-    inputs = _where_derivative_is(function, levels, grid, slopes)
+    inputs = _where_derivative_is(function, low + step * torch.arange(2**bits), grid, slopes)
     if inputs is None:
         return None
     if name in _SAVES_RESULT:

@@ -166,8 +166,7 @@ def _product_need(
 ) -> Need:
     """Return *linear* beside a constant; *exact* for a constant second factor (a weight's copy).
 
-    Attention's second factors are coded: keys and values of frozen layers before the first trained
-    one.
+    Attention's second factors are coded: keys, values of frozen layers before a trained one.
     """
     assert saved.tensor is not None
     is_weight = saved.slot == slots[1] and not saved.tensor.requires_grad

@@ -61,8 +61,7 @@ class Windows(NamedTuple):
     def _starts(self, outputs: Tensor, axis: int) -> Tensor:
         """Return where each output's window begins along one spatial axis, shaped to broadcast."""
         place = axis - len(self.kernel)
-        count = outputs.shape[place]
-        starts = torch.arange(count, dtype=torch.int32, device=outputs.device)
+        starts = torch.arange(outputs.shape[place], dtype=torch.int32, device=outputs.device)
         starts = starts * self.stride[axis] - self.padding[axis]
         return starts.reshape(-1, *[1] * (-place - 1))
 

@@ -236,10 +236,7 @@ class Spilled(PackedTensor):
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class SavedTensor:
-    """What the pack hook returns to autograd for one tensor.
-
-    Until the operator returns, ``tensor`` to ``need`` serve; then ``held`` stands for the tensor.
-    """
+    """What a pack hook returns: ``tensor`` to ``need`` while the operator runs, then ``held``."""
 
     tensor: Tensor | None
     version: int = -1

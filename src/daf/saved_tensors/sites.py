@@ -38,8 +38,7 @@ class SiteRecord:
     name_hash: int = field(init=False)
 
     def __post_init__(self) -> None:
-        digest = blake2b(str(self.site).encode(), digest_size=8).digest()
-        self.name_hash = int.from_bytes(digest)
+        self.name_hash = int.from_bytes(blake2b(str(self.site).encode(), digest_size=8).digest())
 
     def clear(self) -> None:
         """Begin a new step."""

@@ -183,8 +183,7 @@ class _Measurement:
         errors = _variance_errors(sketches)
         found = {}
         for site, weight in self._weight_of.items():
-            unit = relative_error(self._reports[site].treatment)
-            counts = float(self._counts[weight]) / unit
+            counts = float(self._counts[weight]) / relative_error(self._reports[site].treatment)
             value, error = counts * float(variance[weight].sum()), counts * float(errors[weight])
             found[site] = SiteSensitivity(value, error, self._priors[site].prior)
         return found

@@ -19,8 +19,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a path: norm1 i
 def alike_groups(sites: Sequence[Site], most: int) -> list[tuple[Site, ...]]:
     """Return at most ``most`` (1 or more) groups, as small as can be, of neighbours of one role.
 
-    ``sites`` are in the order of the forward pass. If there are more roles than groups, neighbours
-    of several roles share one.
+    ``sites`` are in forward's order. With more roles than groups, neighbours of several share.
     """
     # Layers of one kind share what they save at the same place; then a module's calls join too.
     for role in (lambda site: (_role(site), site.call), _role):

@@ -147,8 +147,7 @@ class BudgetController:
                 return
             self.lowest_bytes = _least(self.lowest_bytes, budget_bytes)
             evicted = self.keeper.rebound(budget_bytes)
-            change = BudgetChange(time.perf_counter(), budget_bytes, reason, evicted)
-            self.history.append(change)
+            self.history.append(BudgetChange(time.perf_counter(), budget_bytes, reason, evicted))
             del self.history[:-MOST_CHANGES]
             self.budget_bytes = budget_bytes  # last: whoever reads it finds it in the history
         self._tell_others()

@@ -164,8 +164,7 @@ class NoiseController:
         room = None
         profiles = self.selector.profiles
         if profiles is not None and budget_bytes is not None:
-            modelled_bytes = self.selector.modelled(budget_bytes)
-            room = Room(profiles.own, profiles.of(running), modelled_bytes)
+            room = Room(profiles.own, profiles.of(running), self.selector.modelled(budget_bytes))
         ran, pool_bytes = running.policy, self.capture.pool_bytes
         policy = None if room else ran
         if not self.tracker.measure(context, room, ran, policy=policy, pool_bytes=pool_bytes):

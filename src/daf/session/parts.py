@@ -248,8 +248,7 @@ class SessionReadings(Uncopied):
     def left_alone(self) -> list[LeverRefusal]:
         """Return what no plan does because nothing has proven that it changes nothing, and why.
 
-        Empty before ``prepare`` or without a budget. Takes some ms: a least budget is computed
-        with and without each.
+        Empty before ``prepare`` or without a budget. Takes ms: least budgets with and without each.
         """
         if self.profile is None:
             return []

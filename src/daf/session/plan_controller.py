@@ -42,9 +42,8 @@ NEAR = 0.95
 class PlanController(Resumable):
     """Finds each step's plan; without a budget every step runs under ``fixed_policy``.
 
-    ``planned_budget_bytes``: the budget that the plan in force was made for;
-    ``predicted_peak_bytes``: the highest peak predicted, None before the first plan; ``allowed``
-    returns what execution can carry out now.
+    ``planned_budget_bytes``: the budget of the plan in force; ``predicted_peak_bytes``: the highest
+    predicted, None before a plan; ``allowed`` returns what execution can carry out now.
     """
 
     KEPT = ("planned_for_bytes", "uncut_examples", "planned_budget_bytes", "predicted_peak_bytes")
@@ -164,17 +163,13 @@ class PlanController(Resumable):
             self.selector.regrow(profiles.beside(more_bytes), budget_bytes)
 
     def _outgrow(self, context: StepContext, budget_bytes: int) -> None:
-        """Plan for a larger batch from smaller ones, if they are near and a plan fits; else forget.
-
-        What is forgotten is measured anew, on this batch.
-        """
+        """Plan anew from near smaller batches if that fits; else forget, to measure this batch."""
         for ahead in (AHEAD, 1.0):
             profiles = self.growth.reached(context.info, ahead) if self.selector.plan else None
             if profiles is None:
                 break
             with suppress(BudgetError):
-                beside = self._beside_users(profiles)
-                self.selector.regrow(self.noise.weighed(beside), budget_bytes)
+                self.selector.regrow(self.noise.weighed(self._beside_users(profiles)), budget_bytes)
                 self.planned_for_bytes = int(context.info.nbytes * ahead)
                 return
         self.selector.forget()

@@ -182,8 +182,7 @@ class Session(SessionReadings):
     def close(self) -> None:
         """Undo what was set in the process (see ``settings``), and stop watching limits.
 
-        Waits for a step that another thread runs. No step can follow. A session that is collected
-        undoes the same.
+        Waits for another thread's step; none can follow. One that is collected undoes the same.
         """
         self._is_closed = True
         self._parts.close()
@@ -192,8 +191,7 @@ class Session(SessionReadings):
     def _turn(self) -> Iterator[None]:
         """Wait for other threads' sessions; leave PyTorch's modes as found, if interrupted too.
 
-        Raises:
-            ClosedSessionError: the session was closed.
+        Raises ClosedSessionError if the session was closed.
         """
         with owners.turn, modes_restored():
             self._refuse_if_closed()
@@ -243,10 +241,7 @@ class Session(SessionReadings):
 
     @property
     def budget_bytes(self) -> int | None:
-        """The budget in force: what was asked, or less under a tighter limit of the system.
-
-        Setting it sets ``budget``.
-        """
+        """The budget in force, less than asked under tighter limits; setting it sets ``budget``."""
         return self._budget_controller.budget_bytes
 
     @budget_bytes.setter

@@ -29,8 +29,7 @@ from daf.step.context import BatchInfo, StepContext
 
 # A measured small step needs the gradients and about as much again in workspaces and activations.
 ROOM_TO_MEASURE = 4
-# An example is measured anew when it is so much larger than any measured: lengths from 16 to 400
-# take seven profiles.
+# An example so much larger than any measured is measured anew: lengths 16 to 400 take 7 profiles.
 MOST_RATIO = 1.6
 # Plans are made for examples a little larger than the one at hand, so that few are made.
 AHEAD = 1.1

@@ -38,8 +38,7 @@ from daf.torch_compat.compiler import eagerly
 from daf.torch_compat.out_of_memory import out_of_memory
 
 _Refusal = TypeVar("_Refusal", bound=Exception)
-# What an operator with deferred results may cause: no second derivative, or NaN read by native code
-# that no function mode sees.
+# What deferred results may cause: no second derivative, or NaN that native code read unseen.
 _BY_DEFERRING = (errors.DoubleBackwardError, errors.NonFiniteLossError)
 MOST_CHANCES = 3  # of one plan in a step, while its budget falls and rises again
 

@@ -1,7 +1,4 @@
-"""Updates that a loop of the user's own makes, within the session's budget.
-
-PyTorch tells every hook of a step by any optimizer, whoever calls it (``GradScaler``, say).
-"""
+"""Updates of a user's loop within the budget: hooks see every optimizer's step, whoever calls."""
 
 from __future__ import annotations
 

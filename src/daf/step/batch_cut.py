@@ -26,8 +26,7 @@ BatchDim = int | Sequence[int | None] | Mapping[Any, int | None] | None
 class BatchSplit(NamedTuple):
     """How to cut a batch of one's own, for ``Session(split=...)``.
 
-    ``count(batch)`` returns its examples; ``take(batch, start, stop)`` returns a batch of examples
-    ``start`` to ``stop``.
+    ``count(batch)`` returns its examples; ``take(batch, start, stop)`` a batch of [start, stop).
     """
 
     count: Callable[[Any], int]
@@ -135,9 +134,8 @@ def possible_cuts(batch: Any, batch_dim: BatchDim = None) -> Iterator[BatchCut]:
     """Yield the ways in which a batch may be cut, the likeliest first; none if there is none.
 
     Without ``batch_dim`` examples are the first dimension that most tensors share. Then a tensor of
-    that length by chance (weights of classes, a table) is left whole: floating-point vectors
-    first, then all floating-point tensors but the largest. DataError: the batch has no such
-    dimension as ``batch_dim`` says.
+    that length by chance (weights of classes, a table) is left whole: floating-point vectors first,
+    then all floating-point tensors but the largest. DataError: there is no such ``batch_dim``.
     """
     tensors = tensors_in_batch(batch)
     if batch_dim is not None:

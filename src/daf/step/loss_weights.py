@@ -397,9 +397,8 @@ def _is_proportional(numbers: Sequence[float], weights: Sequence[float]) -> bool
 class ScaleWatch:
     """Notes the last factor of ``GradScaler.scale`` in this thread, while entered.
 
-    ``factor``: a tensor of one element on the scaler's device, which is not waited for; None: no
-    loss was scaled. Of several watches the innermost notes it. Nobody's class stays changed once
-    every watch has been left.
+    ``factor``: a tensor of one element on the scaler's device, not waited for; None: no loss was
+    scaled. Of several watches the innermost notes it. With all left, nobody's class stays changed.
     """
 
     def __init__(self) -> None:

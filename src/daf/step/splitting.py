@@ -37,9 +37,8 @@ FORBIDDEN = "split=False was asked for"
 class SplitChoice:
     """How a batch is cut to measure and train; ``refusal``: why training never cuts it, or "".
 
-    ``functions``: those of PyTorch that the proof saw; what calls others is not proven. Empty:
-    nothing was proven. ``proof_bytes``: the least budget that has room to prove it, 0 if none is
-    needed or known.
+    ``functions``: those of PyTorch that the proof saw (others are not proven; empty: nothing is).
+    ``proof_bytes``: the least budget that has room to prove it, 0 if none is needed or known.
     """
 
     cut: BatchCut

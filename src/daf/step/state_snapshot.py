@@ -106,10 +106,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 class ParameterWrites(TorchFunctionMode):
-    """Copies a model's parameters before operators inside write them; ``restore`` undoes that.
-
-    A forward pass itself may: a teacher's follow the student's, say.
-    """
+    """Copies parameters before forward itself writes them (a teacher's, say), to ``restore``."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -193,10 +190,7 @@ def _place(parameter: Tensor) -> tuple[int, int]:
 
 
 class StepSnapshot(StateSnapshot):
-    """Taken before a training step that may be retried; owns a node older than its graph.
-
-    ``device``: of the model's first parameter.
-    """
+    """Taken before a step that may be retried; owns a node older than its graph, on ``device``."""
 
     def __init__(self, around: Surroundings) -> None:
         super().__init__(around, holds_tensors=False)

@@ -20,9 +20,8 @@ class UserGradients:
     """Tells the gradients that a step left in its parameters from those of the user.
 
     As in plain PyTorch a step adds to gradients that it finds; a session clears only those of
-    sessions, its own or one before it over the same model. ``elsewhere``: parameters of other
-    models that this step's loss function names (a discriminator's, say), whose gradients are the
-    user's.
+    sessions, its own or one before it over the same model. ``elsewhere``: other models' parameters
+    that the loss function names (a discriminator's, say), whose gradients are the user's.
     """
 
     _left: ClassVar[dict[int, tuple[weakref.ref[Tensor], int]]] = {}

@@ -93,8 +93,7 @@ _thread = _Thread()
 def around_calls(around: Around) -> Iterator[None]:
     """Run module calls in the body within what ``around`` returns; calls inside one run as usual.
 
-    So do calls in a backward pass (replays, checkpoints). Of several, the last that came and wants
-    to is around a call.
+    So do calls in backward (replays, checkpoints). Of several, the last that wants to is around.
     """
     _calls.add(around)
     try:

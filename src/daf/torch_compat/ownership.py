@@ -1,8 +1,7 @@
 """Whether anybody else holds a tensor; else its memory may be written over.
 
 Four reference counts: of the tensor and its storage, in native code (views, NumPy arrays) and in
-Python (variables, hooks). Their values for a sole holder differ between versions of PyTorch, so
-they are measured once.
+Python (variables, hooks). A sole holder's differ between versions of PyTorch: measured once.
 """
 
 from __future__ import annotations

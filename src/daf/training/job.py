@@ -65,8 +65,7 @@ class TrainingJob:
     def test_indices(self, size: int) -> Iterator[Indices]:
         """Yield all test examples in order, ``size`` at a time."""
         for start in range(0, self.task.test_examples, size):
-            stop = min(start + size, self.task.test_examples)
-            yield np.arange(start, stop, dtype=np.int64)
+            yield np.arange(start, min(start + size, self.task.test_examples), dtype=np.int64)
 
 
 def make_job(settings: TrainSettings, good_state: Path | None = None) -> TrainingJob:

@@ -18,8 +18,7 @@ class MemoryLog(MemoryTimeline):
     """A context that samples ``held_bytes`` and, from ``write_to`` on, writes ``memory.jsonl``.
 
     A line is ``{"seconds", "resident_bytes"}``, ``{"seconds", "mark"}`` or, if the budget changed,
-    ``{"seconds", "budget_bytes"}`` (null: none from then on). A resumed run's seconds continue
-    those of its last process.
+    ``{"seconds", "budget_bytes"}`` (null: none from then on). A resumed run continues the seconds.
     """
 
     def __init__(self, interval_ms: float, held_bytes: Callable[[], int]) -> None:

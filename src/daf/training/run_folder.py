@@ -64,8 +64,7 @@ class RunFolder:
     def held(self, *, resumes: bool) -> Iterator[None]:
         """Hold the folder, made unless this run ``resumes``; one that stays empty is removed.
 
-        Raises RunFolderError if another process holds it, it cannot be made, or a new run's holds
-        any file.
+        RunFolderError: another process holds it, it cannot be made, or a new run's holds a file.
         """
         try:
             if not resumes:
@@ -110,8 +109,7 @@ class RunFolder:
     def read_settings(self) -> TrainSettings:
         """Return the run's first settings.
 
-        Raises DamagedFileError if they cannot be read, and RunFolderError if there are none or they
-        are another version's.
+        DamagedFileError: they cannot be read. RunFolderError: there are none, or another version's.
         """
         if not self.settings.exists():
             raise RunFolderError(

@@ -163,8 +163,7 @@ class DataSet(Protocol):
     ) -> Task:
         """Return the task of ``goal``; raises DataError if the model cannot read these data.
 
-        Only images have a ``memory_format``, and can be cropped and flipped (``augment``; None: as
-        customary).
+        Only images have a ``memory_format``, and an ``augment`` (crops, flips; None: as usual).
         """
 
 

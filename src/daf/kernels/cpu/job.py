@@ -22,11 +22,10 @@ class Job(NamedTuple):
     ``affine`` applies to the values read, ``after`` to those written; addresses are ints. ``key``
     is in [0, 2**64), ``base`` an integer of 64 bits with or without a sign.
 
-    A ``gradient`` is a pass of a normalisation's backward over its normalised values v (float32); g
-    is the gradient's element, 0 where the mask's bit is clear. With ``sums``, the pass takes those
-    of g and of g * v, and writes g if asked. Without, it writes ``of_gradient`` of g, its scale
-    alone, plus ``of_value`` of v, perhaps in place. ``sums`` are of ``geometry``'s channels, or of
-    a ``row_gradient``.
+    A ``gradient`` is a pass of a normalisation's backward over normalised values v (float32); g is
+    the gradient's element, 0 where the mask's bit is clear. With ``sums`` (of ``geometry``'s
+    channels or a ``row_gradient``), it takes those of g and g * v, and writes g if asked. Without,
+    it writes ``of_gradient`` of g, its scale alone, plus ``of_value`` of v, perhaps in place.
     """
 
     threads: int

@@ -1,9 +1,8 @@
 """Ranges of channels, by the native kernels, and the workspaces of theirs and of sums.
 
-Element ``i`` in memory order is of channel ``(i // inner) % channels``; a whole tensor is one
-channel. Addresses, ``threads`` and KernelError are as in ``daf.kernels.cpu.codecs``. The bytes
-follow section 8 of ``docs/format.md``, whatever the threads, instruction set or strategy. A
-workspace may lie anywhere and hold anything.
+Element ``i`` in memory order is of channel ``(i // inner) % channels``; a whole tensor is one.
+Addresses, ``threads`` and KernelError are as in ``kernels.cpu.codecs``. Bytes follow section 8 of
+``docs/format.md``, whatever the threads, instructions or strategy. A workspace may hold anything.
 """
 
 from __future__ import annotations

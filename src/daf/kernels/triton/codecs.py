@@ -80,8 +80,7 @@ def decode_values(code: CodedValues, decoding: Decoding) -> None:
     else:
         options["HAS_GRID"] = True
     count, first = elements_in(blocks, planes.elements), blocks[0] if blocks else 0
-    kernel = _DECODERS[code.codec]
-    _run(kernel, planes, {"destination": out}, count, first_block=first, **options)
+    _run(_DECODERS[code.codec], planes, {"destination": out}, count, first_block=first, **options)
 
 
 def _runs(code: CodedValues) -> dict[str, Any]:

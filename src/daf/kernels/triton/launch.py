@@ -149,10 +149,7 @@ def launch(
 
 
 def on_device(kernel: Any, grid: tuple[int, ...], warps: int = _WARPS, **arguments: Any) -> None:
-    """Run a kernel's programs where its tensors are; each product is rounded (no FMA).
-
-    KernelError: they are on no GPU, and Triton does not interpret.
-    """
+    """Run programs on the tensors' GPU or interpreted, without FMA; KernelError: neither works."""
     device = next(each.device for each in arguments.values() if isinstance(each, Tensor))
     if device.type == "cpu" and not isinstance(kernel, InterpretedFunction):
         raise KernelError("asked for a GPU kernel on tensors of the CPU; use daf.kernels.cpu")

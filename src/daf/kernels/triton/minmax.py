@@ -87,10 +87,7 @@ def decode_minmax(
     HAS_GRID: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Decode all planes from ``first_block`` on; then affine, accumulate, mask, round.
-
-    Without a grid, values are the numbers of steps.
-    """
+    """Decode from ``first_block`` on (no grid: step numbers); affine, accumulate, mask, round."""
     blocks = first_block.to(tl.int64) + device.tile_blocks(BLOCKS)
     there = blocks * 256 < count
     values = device.load_codes(planes, blocks, there, tl.int32, BITS, BLOCKS).to(tl.float32)

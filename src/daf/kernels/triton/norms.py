@@ -1,8 +1,7 @@
 """Normalisations on a GPU: forward around a code, backward from one (format, sections 10 and 11).
 
-Elements are contiguous float32, bfloat16 or float16 in memory order; the latter two are computed in
-float32 and rounded once. Nothing waits for the device; functions raise KernelError outside their
-contract.
+Elements are contiguous float32, bfloat16 or float16 in memory order; the latter two computed in
+float32, rounded once. Nothing waits for the device; functions raise KernelError for other uses.
 """
 
 from __future__ import annotations
@@ -240,8 +239,7 @@ def measure_rows(source: Tensor, affine: Channels, epsilon: float, *, centred: b
 class RowProducts:
     """Backward's sums of gradient and values of a row normalisation, span of rows by span of rows.
 
-    The job's tensors are flat. After all values are added, ``of_value`` is what
-    ``write_gradient`` takes for them.
+    The job's tensors are flat. Once all values are added, ``of_value`` is ``write_gradient``'s.
     """
 
     def __init__(self, job: RowBackward) -> None:

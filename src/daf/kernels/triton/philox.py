@@ -1,7 +1,4 @@
-"""Philox4x32-10 on a GPU, word for word that of ``reference.philox``.
-
-``triton.language.philox`` is not used: signs and dither need the format's own order of words.
-"""
+"""Philox4x32-10 on a GPU as ``reference.philox``; Triton's own has words in another order."""
 
 from __future__ import annotations
 

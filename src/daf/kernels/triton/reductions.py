@@ -75,10 +75,7 @@ def measure_ranges(
 
 
 def _cut(count: int, channels: int, inner: int) -> tuple[int, dict[str, int]]:
-    """Return the programs of one group of channels; the kernel's arguments that say what each does.
-
-    Each takes STEPS tiles of (ROWS, COLUMNS).
-    """
+    """Return a channel group's programs, each of STEPS tiles (ROWS, COLUMNS); their arguments."""
     rows = inner * -(-count // (channels * inner))
     columns = min(_power_of_two(channels), _WIDEST) if inner < _WIDEST else 1
     tile_rows = _TILE // columns

@@ -173,8 +173,7 @@ class NormArguments(NamedTuple):
             running = norms.RunningStatistics(self.running_mean, self.running_var, self.momentum)
         geometry = norms.Geometry(x.shape[1], channel_stride(x) or 1, x.numel())
         with torch.no_grad():
-            measure = backend_of(x).channel_statistics
-            statistics = measure(x.detach(), geometry, self.eps, running)
+            statistics = backend_of(x).channel_statistics(x.detach(), geometry, self.eps, running)
         return Norm(x, self.weight, self.bias, statistics, geometry, self.eps)
 
 

@@ -162,10 +162,7 @@ class BatchNormOperator(FusedOperator):
     def _fused(
         self, norm: Norm, site: CallSite, addend: Tensor | None, rectifier: Rectifier | None
     ) -> Tensor:
-        """Run the operator; ``rectifier`` is the ReLU function, if one comes last.
-
-        CodecError: the policy asks for a treatment that is unsound here.
-        """
+        """Run the operator, with ``rectifier`` (its ReLU) last; CodecError: unsound treatment."""
         context, state = self.context, self.context.state
         owned = is_held_by_none_but(norm)
         record = state.tracker.record(site.module, _NORM, site.call, 0)

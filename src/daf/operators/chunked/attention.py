@@ -1,9 +1,8 @@
 """Attention with dropout on the CPU, a part of the batch at a time, and run again in backward.
 
 PyTorch's fused CPU kernel knows no dropout. Its composite saves for every head rows x columns of
-attention's weights before and after dropout, and of dropout's noise. Here q, k, v and the exact
-bits of the noise are held; weights exist for one chunk of the batch at a time, in forward and once
-more in backward.
+weights before and after dropout, and of its noise. Here q, k, v and the noise's exact bits are
+held; weights exist for one chunk of the batch at a time, in forward and once more in backward.
 
 The noise is drawn in one call, as PyTorch draws it, so that the same seed drops the same weights;
 every step is the composite's own. Where nothing is coded, gradients are PyTorch's up to the order

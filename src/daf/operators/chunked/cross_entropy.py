@@ -5,8 +5,7 @@ For a large vocabulary the logits are the largest tensor of a language model's s
 The forward pass forms the gradients, chunk by chunk, while the chunk's logits exist (as Liger's
 fused linear cross-entropy does: Hsu et al., arXiv 2410.10989, section 3.2). Forming the logits in
 backward would cost a fourth matrix product beside three and hold no less at the peak: it keeps
-``hidden`` where this keeps its gradient, and the weight's gradient appears at backward's beginning,
-when all else is still held.
+``hidden``, not its gradient, and the weight's appears as backward begins, when all else is held.
 """
 
 from __future__ import annotations

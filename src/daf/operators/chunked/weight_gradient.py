@@ -4,8 +4,7 @@ PyTorch's own backward takes its whole decoded input beside the gradients of res
 one chunk of the batch is decoded, used for that chunk's gradient and its share of the weight's, and
 freed. Shares are added in the order of the batch: equal to PyTorch's up to the order of additions.
 An input that is kept is used whole, bit for bit as PyTorch does, unless a size of chunks is given.
-The input's gradient is written over the result's where nobody else holds that and both have the
-same geometry.
+The input's gradient is written over the result's where nobody else holds that and geometries agree.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ class ChunkedProduct(torch.autograd.Function):
     ) -> Tensor:
         """Return the product.
 
-        ``chunk_bytes`` is what a chunk of the input may take, of one that is kept too; None:
-        ``chunk_bytes_on`` of a coded one.
+        ``chunk_bytes``: of a chunk of the input, kept or not; None: ``chunk_bytes_on`` if coded.
         """
         ctx.save_for_backward(x, weight)
         ctx.product, ctx.chunk_bytes, ctx.has_bias = product, chunk_bytes, bias is not None

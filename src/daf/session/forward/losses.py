@@ -54,10 +54,7 @@ class Losses:
         return int(PLAIN_COPIES * self._logits_bytes * examples)
 
     def stand_in(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return a loss of all outputs that have gradients, as if they were logits.
-
-        ``batch``: the call's arguments and keywords.
-        """
+        """Return a loss of outputs with gradients, as if logits; ``batch``: arguments, keywords."""
         arguments, keywords = batch
         outputs = tensors_inside(model(*arguments, **keywords))
         trained = [each for each in outputs if each.requires_grad and each.is_floating_point()]

@@ -48,10 +48,7 @@ Living = TypeVar("Living")
 
 
 class ForwardRunner(SessionReadings):
-    """One model's forward passes within a budget; arguments are those of ``compress``.
-
-    ``losses``: what reads the model's outputs.
-    """
+    """One model's passes within a budget; arguments as ``compress``'s; ``losses`` read outputs."""
 
     def __init__(
         self, model: nn.Module, budget: Budget, tolerance: float | None, seed: int, losses: Losses
