@@ -204,9 +204,13 @@ def derivative_lines(places: Doubles, values: Doubles) -> Doubles:
 def _outward_sums(x: Doubles, y: Doubles) -> Doubles:
     """Return (6, n + 1) sums of w, wx, wy, wxx, wxy, wyy from the middle, to cancel little."""
     weight, middle = np.gradient(x), len(x) // 2
-    terms = weight * np.stack([np.ones_like(x), x, y, x * x, x * y, y * y])
-    before = -terms[:, :middle][:, ::-1].cumsum(1)[:, ::-1]
-    return np.hstack([before, np.zeros((6, 1)), terms[:, middle:].cumsum(1)])
+    sums = np.zeros((6, len(x) + 1))
+    factors = ((1.0, 1.0), (x, 1.0), (y, 1.0), (x, x), (x, y), (y, y))
+    for row, (one, other) in zip(sums, factors, strict=True):
+        term = weight * (one * other)
+        row[:middle] = -term[:middle][::-1].cumsum()[::-1]
+        row[middle + 1 :] = term[middle:].cumsum()
+    return sums
 
 
 def _lines(sums: Doubles) -> tuple[Doubles, Doubles]:
@@ -220,20 +224,31 @@ def _lines(sums: Doubles) -> tuple[Doubles, Doubles]:
 def _best_borders(sums: Doubles, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
     """Return the best interior borders among the ``chosen`` numbers of places, ends included."""
     here = sums[:, chosen]
-    weight, x, y, xx, xy, yy = here[:, None, :] - here[:, :, None]  # of a piece from i to j
-    with np.errstate(divide="ignore", invalid="ignore"):
-        flat = yy - y * y / weight
-        line = flat - (xy - x * y / weight) ** 2 / (xx - x * x / weight)
-    impossible = ~np.isfinite(line) | (weight <= 0)
-    flat[impossible], line[impossible] = np.inf, np.inf
-    best, choices = flat[0], []
+    line, total = np.empty((2, len(chosen), len(chosen)))
+    for at in range(0, len(chosen), _ROWS):
+        line[at : at + _ROWS] = _errors(here, here[:, at : at + _ROWS])[1]
+    best, choices = _errors(here, here[:, :1])[0][0], []
     for _ in range(DERIVATIVE_PIECES - 2):
-        total = best[:, None] + line
+        np.add(best[:, None], line, out=total)
         choices.append(total.argmin(axis=0))
         best = total.min(axis=0)
-    place = int((best + flat[:, -1]).argmin())
+    place = int((best + _errors(here[:, -1:], here)[0][:, 0]).argmin())
     places = [place]
     for choice in reversed(choices):
         place = int(choice[place])
         places.append(place)
     return chosen[places[::-1]]
+
+
+_ROWS = 32  # at a time: tables are made in mid-training, where memory is short
+
+
+def _errors(after: Doubles, before: Doubles) -> tuple[Doubles, Doubles]:
+    """Return the errors of a constant and of a line on pieces that begin ``before``: (b, a)."""
+    weight, x, y, xx, xy, yy = after[:, None, :] - before[:, :, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        flat = yy - y * y / weight
+        line = flat - (xy - x * y / weight) ** 2 / (xx - x * x / weight)
+    impossible = ~np.isfinite(line) | (weight <= 0)
+    flat[impossible], line[impossible] = np.inf, np.inf
+    return flat, line

@@ -67,7 +67,7 @@ _ACTIVATIONS: Mapping[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
 
 @cache
 def _find_planned(name: str, parameters: tuple[Any, ...]) -> None:
-    """Find all planned widths' codes at once, before a planned step: each takes some 20 MB."""
+    """Find all planned widths' codes at once, before a planned step: each takes some 7 MB."""
     for bits in PLANNED_BITS:
         _code(name, parameters, bits)
         return_free_memory()
