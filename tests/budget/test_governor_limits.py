@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from made_up import MB, V1_MOUNT, V2_MOUNT, Tree
 
 from daf.budget.cgroups import memory_groups
-from daf.budget.limits import Bound, cgroup_limit_bytes, gpu_bound, headroom_bytes, read_bounds
+from daf.budget.limits import (
+    Bound,
+    cgroup_limit_bytes,
+    gpu_bound,
+    headroom_bytes,
+    read_bounds,
+    reread_pages,
+)
 
 
 def bounds(tree: Tree, near_mb: int | None = None) -> dict[str, tuple[int, int]]:
@@ -95,6 +102,25 @@ def test_v1_page_cache_is_read_from_the_lines_that_count_groups_below(tree: Tree
     cache = {"cache": 300, "mapped_file": 100, "shmem": 20}
     tree.v1_group("/app", used_mb=900, limit_mb=1000, statistics_mb=cache)
     assert bounds(tree)["/sys/fs/cgroup/memory/app/memory.limit_in_bytes"] == (1000, 400 + 180)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_pages_read_again_are_those_of_the_innermost_group_with_a_limit(
+    tree: Tree, version: int
+) -> None:
+    """Groups without one lose nothing to it, whatever their members do elsewhere."""
+    again = {"workingset_refault_file": 3}
+    if version == 1:
+        tree.enter_v1("/app/job")
+        tree.v1_group("/app/job", used_mb=10, statistics_mb={"workingset_refault_file": 2})
+        assert reread_pages(tree.system()) == 0
+        tree.v1_group("/app", used_mb=900, limit_mb=1000, statistics_mb=again)
+    else:
+        tree.enter_v2("/app")
+        tree.v2_group("/app", used_mb=900, statistics_mb=again)
+        assert reread_pages(tree.system()) == 0
+        tree.v2_group("/app", used_mb=900, maximum_mb=1000, statistics_mb=again)
+    assert reread_pages(tree.system()) == 3 * MB
 
 
 def test_ulimits_bound_by_what_they_leave(tree: Tree) -> None:

@@ -33,6 +33,12 @@ def cgroup_limit_bytes(system: System = THIS_SYSTEM) -> int | None:
     return min(limits, default=None)
 
 
+def reread_pages(system: System = THIS_SYSTEM) -> int:
+    """Return how many pages of files this process's cgroup lost to its limit and read again."""
+    limited = (each for each in memory_groups(system) if each.limits(system))
+    return next((each.reread_pages(system) for each in limited), 0)
+
+
 def headroom_bytes(system: System = THIS_SYSTEM) -> int:
     """Return how many more bytes this process may take now; 0 beyond a bound."""
     own_bytes = system.process()["VmRSS"]

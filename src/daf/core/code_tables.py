@@ -205,7 +205,8 @@ def _outward_sums(x: Doubles, y: Doubles) -> Doubles:
     """Return (6, n + 1) sums of w, wx, wy, wxx, wxy, wyy from the middle, to cancel little."""
     weight, middle = np.gradient(x), len(x) // 2
     sums = np.zeros((6, len(x) + 1))
-    factors = ((1.0, 1.0), (x, 1.0), (y, 1.0), (x, x), (x, y), (y, y))
+    ones = np.ones_like(x)
+    factors = ((ones, ones), (x, ones), (y, ones), (x, x), (x, y), (y, y))
     for row, (one, other) in zip(sums, factors, strict=True):
         term = weight * (one * other)
         row[:middle] = -term[:middle][::-1].cumsum()[::-1]
