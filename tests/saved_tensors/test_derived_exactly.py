@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from daf.capture.capture import Capture
 from daf.core.errors import CodecError, SavedTensorError
 from daf.core.policy import (
+    KEEP,
     Method,
     Need,
     Policy,
@@ -25,6 +26,7 @@ from daf.core.policy import (
     with_fused_operators,
 )
 from daf.core.reports import SiteReport
+from daf.saved_tensors.packer import check_sound
 from daf.step.dry_run import dry_run
 
 pytestmark = pytest.mark.smoke
@@ -277,6 +279,26 @@ def test_only_where_the_input_enters_linearly() -> None:
         x = model(torch.randn(64, 64))
         with pytest.raises(CodecError, match="asked for rederive"):
             torch.matmul(x, x.T)
+
+
+def test_only_what_a_plan_chose_is_left_where_it_is_unsound() -> None:
+    """What a user asks for at a site is refused; and so is a recipe where none is made."""
+    model, x = nn.Sequential(nn.ReLU(), nn.Linear(64, 64)), torch.randn(64, 64)
+    capture = Capture(model)
+    with capture.step(exact_policy(), seed=0, step_index=0):
+        model(x)
+    (site,) = (each.site for each in capture.sites() if each.need is Need.LINEAR)
+    mask = Treatment(Method.MASK, 1)
+    asked = Policy("odd", {}, {site: mask})
+    with capture.step(asked, 0, 1), pytest.raises(CodecError, match="asked for mask"):
+        model(x)
+    planned = replace(asked, is_planned=True)
+    with capture.step(planned, seed=0, step_index=2):
+        model(x)
+    assert {each.treatment for each in capture.sites() if each.site == site} == {KEEP}
+    assert planned.treatment(Need.SIGN, site) == mask
+    with pytest.raises(CodecError, match="asked for recompute"):
+        check_sound(Method.RECOMPUTE, Need.LINEAR, site)
 
 
 class Attending(nn.Module):

@@ -78,7 +78,7 @@ class Treatment:
 
 KEEP, RECOMPUTE = Treatment(Method.KEEP), Treatment(Method.RECOMPUTE)
 
-# What backward's need of a tensor allows to hold in its place. SPILL and RECOMPUTE give every bit.
+# What backward's need of a tensor allows to hold in its place, beside SPILL, which gives every bit.
 _VALUE_METHODS = frozenset(
     {Method.KEEP, Method.ROTATED, Method.MINMAX, Method.RANGED, Method.REGISTERED}
 )
@@ -100,7 +100,7 @@ SOUND: Mapping[Need, frozenset[Method]] = {
 
 def is_sound(method: Method, need: Need) -> bool:
     """True if what a method leaves of a tensor satisfies the need."""
-    return method in SOUND[need] or method in (Method.SPILL, Method.RECOMPUTE)
+    return method in SOUND[need] or method is Method.SPILL
 
 
 SMALL_BYTES = 4096  # smaller tensors are kept: their codes' headers and objects cost as much
@@ -141,6 +141,7 @@ class Policy:
     replayed: frozenset[str] = frozenset()  # modules that keep inputs only; backward runs them
     chunk_bytes: int | None = None
     recomputes: bool = False  # what is kept: from what is kept anyway, where that is cheap
+    is_planned: bool = False  # ``by_site`` is of what profiling saw
 
     @property
     def fused(self) -> bool:
@@ -175,14 +176,15 @@ class Policy:
     def treatment(self, need: Need, site: Site) -> Treatment:
         """Return the treatment of one site.
 
-        What was chosen for the site is left where it is unsound: its operator goes another way
-        than when it was chosen (attention of fewer examples, say, is not chunked), and saves
-        something else there.
+        What a plan chose for the site is left where it is unsound: its operator goes another way
+        than when it was measured (attention of fewer examples, say, is not chunked), and saves
+        something else there. What anybody else asked for is returned, and refused as unsound.
         """
         chosen = self.by_site.get(site)
-        if chosen is not None and is_sound(chosen.method, need):
-            return chosen
-        return self.by_need.get(need, KEEP)
+        if chosen is None:
+            return self.by_need.get(need, KEEP)
+        is_left = self.is_planned and chosen != RECOMPUTE and not is_sound(chosen.method, need)
+        return self.by_need.get(need, KEEP) if is_left else chosen
 
     def of_piece(self, examples: int, micro_batch: int) -> Policy:
         """Return the policy with as many chunks in a smaller piece: operators go the same way."""

@@ -154,6 +154,7 @@ def _policy(table: Table, selection: Selection, name: str) -> policies.Policy:
         rederive=True,
         weights=weights,
         replayed=frozenset(replay.module for replay in table.replays_in(selection)),
+        is_planned=True,
     )
     if not profile.is_fused:
         return policy

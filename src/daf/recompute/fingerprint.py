@@ -22,7 +22,6 @@ from daf.torch_compat.autograd_graph import is_strided, without_torch_function
 
 WHOLE_BYTES = 4096  # smaller tensors are read whole
 _LEAST_SAMPLE = 256
-_MOST_SAMPLE = 2048  # each is read from another page; of these it takes half a percent that differ
 _SAMPLED_SHARE = 1 / 1024
 _STARTS = 97  # prime: starts of consecutive saves lie far apart
 _ADDED_BYTES = 1 << 16  # of larger ones, words are added before a checksum is taken
@@ -136,8 +135,7 @@ def _sample(tensor: Tensor, place: int) -> Tensor:
 @lru_cache(maxsize=4096)  # a model's shapes come again in every step
 def _places(elements: int, row: int, place: int) -> tuple[int, int, int]:
     """Return the step, the start and the number of a sample's elements."""
-    share = min(_MOST_SAMPLE, int(elements * _SAMPLED_SHARE))
-    wanted = min(elements, max(_LEAST_SAMPLE, share))
+    wanted = min(elements, max(_LEAST_SAMPLE, int(elements * _SAMPLED_SHARE)))
     step = max(1, elements // wanted)
     while step > 1 and math.gcd(step, row) > 1:
         step -= 1

@@ -163,7 +163,7 @@ class Recomputed(PackedTensor):
 
     __slots__ = (
         "_fingerprint",
-        "_input",
+        "_geometry",
         "_ledger",
         "_made",
         "_place",
@@ -176,7 +176,7 @@ class Recomputed(PackedTensor):
     def __init__(self, made: _Step, tensor: Tensor, site: Site, ledger: Ledger) -> None:
         super().__init__()
         self.step = made
-        self._input = _Input(made, Geometry.of(tensor))
+        self._geometry = Geometry.of(tensor)
         self._made: tuple[Tensor, Holding] | None = None  # by another's run, for the next reading
         self._readers = Counter(_read_in(made))
         self.alive_bytes = _alive_bytes(made)  # beside leaves, when most are
@@ -193,8 +193,8 @@ class Recomputed(PackedTensor):
     def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002 - operations allocate themselves
         """Return the tensor; SavedTensorError if it is not the one saved."""
         if self._made is not None:
-            (found, _), self._made = self._made, None
-            found = self._input.geometry.within(found)
+            (made, _), self._made = self._made, None
+            found = self._geometry.within(made)
         else:
             alive = Holding(self._ledger, self.alive_bytes)
             found = self.compute(self)
@@ -210,7 +210,7 @@ class Recomputed(PackedTensor):
     @below_autograd()
     def compute(self, of_saved: Recomputed | None = None) -> Tensor:
         """Run the recipe, whatever modes are in force; ``of_saved``: as ``_Results`` has it."""
-        return _Results(self._readers, of_saved).of(self._input)
+        return self._geometry.within(self.step.compute(_Results(self._readers, of_saved)))
 
     def keep(self, made: Tensor) -> bool:
         """Hold what another's run made until this is read; False if that would be a new peak."""
