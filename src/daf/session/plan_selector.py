@@ -404,7 +404,8 @@ class PlanSelector(Resumable):
         """Return the least budget to tell of: what is modelled, and what another process adds."""
         own, least = self._measured.own, self._actual(modelled_bytes)
         timed = [examples for examples, _ in own.micro_batch_ms]
-        has_more_room = is_to_weigh or own.proof_bytes > 0 or len(timed) == 1
+        is_short = is_to_weigh or own.proof_bytes > 0 or len(timed) == 1
+        has_more_room = is_short and not own.weights  # measured sensitivities have left theirs
         if own.split_refusal == NO_ROOM_TO_PROVE:  # with that room the batch would be cut
             # What it takes whole is known by steps too small to tell.
             cut = [replace(each, split_refusal="") for each in self._planned]
