@@ -45,6 +45,20 @@ class TokenModel(nn.Module):
         return result
 
 
+class FirstToken(nn.Module):
+    """Classifies sequences by what lies at their first place, as BERT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(self.layer(x))[:, 0]
+        expanded = first[:, :, None].expand(-1, -1, 3).sin().sum(2)
+        result: Tensor = self.out(first * expanded)
+        return result
+
+
 class Recurrent(nn.Module):
     """Reads (time, batch, features), as ``nn.LSTM`` does by default."""
 
@@ -224,6 +238,10 @@ def best_two_classes(model: nn.Module, batch: Any) -> Tensor:
     return (model(batch[0])[order].topk(2, dim=-1).values.diff() - 1.0).square().mean()
 
 
+def sequences() -> tuple[Tensor, Tensor]:
+    return torch.randn(12, 4, 6), torch.randint(0, 5, (12,))
+
+
 def many_classes() -> tuple[Tensor, Tensor]:
     return torch.randn(40, 6), torch.arange(40) % 20
 
@@ -305,6 +323,7 @@ ADD_UP = {
     "picked among classes": Case(mlp, images, best_two_classes),
     "a sum": Case(mlp, images, batch_sum),
     "a deep model": Case(lambda: deep(3), lambda: long_batch(6, 8), mean_of_squares),
+    "first tokens": Case(FirstToken, sequences, mean),  # of one example, in one run of memory
     "dropout": Case(mlp, images, with_dropout, draws=True),
     "noise": Case(mlp, images, noisy, draws=True),
 }
@@ -613,6 +632,19 @@ def test_terse_saves_hold_a_byte_for_each_number_once(monkeypatch: pytest.Monkey
         total = (y * y).sum() + y.t().tanh().sum()
     assert made == [64 * 64] * 2  # y once, and what tanh returned
     total.backward()
+
+
+def test_terse_saves_give_back_strides_and_repetitions() -> None:
+    x = torch.randn(5, 4, 6, requires_grad=True)
+    with terse_saves(iter([])):
+        first = (2.0 * x)[:, 0]
+        repeated = (2.0 * first)[:, :, None].expand(-1, -1, 3)
+        total = (first * repeated[..., 0]).sum() + repeated.pow(2).sum()
+    total.backward()
+    assert x.grad is not None
+    ratio = x.grad[:, 0] / (112.0 * x.detach()[:, 0])
+    assert 0.75 <= ratio.min() <= ratio.max() <= 1.5
+    assert not x.grad[:, 1:].any()
 
 
 @needs_peak

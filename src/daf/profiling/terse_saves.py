@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from daf.codecs.layout import Layout, content_key, in_memory_order, is_dense, layout_of
+from daf.codecs.layout import content_key, in_memory_order, is_dense, overlaps
 from daf.core.policy import Need
 from daf.saved_tensors.ledger import Ledger, Source, Sources
 from daf.saved_tensors.observation import Observation
@@ -32,20 +32,33 @@ class _Codes:
     source: Source  # whose address no other storage gets meanwhile
 
 
+@dataclass(slots=True)
+class _Coded:
+    """A tensor's codes, and what is made of the numbers in them."""
+
+    codes: _Codes
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # without repetitions
+    stride: tuple[int, ...]
+    repeated: tuple[int, ...]  # the tensor's own shape
+
+
 def terse_saves(external: Iterator[Tensor]) -> AbstractContextManager[None]:
     """Code what passes inside save, but for what lies in ``external`` tensors and stays anyway."""
     sources = Sources(Ledger())
     sources.begin_step(external)
 
-    def pack(tensor: Tensor) -> Tensor | tuple[_Codes, Layout]:
+    def pack(tensor: Tensor) -> Tensor | _Coded:
         if not _is_coded(tensor) or sources.is_external(tensor):
             return tensor
-        source, key = sources.of(tensor), content_key(tensor, tensor._version)
+        once = _once(tensor)
+        source, key = sources.of(tensor), content_key(once, tensor._version)
+        dense = once if is_dense(once) else once.contiguous()
         codes = source.recall(key, _Codes)
         if codes is None:
-            codes = _Codes(_in_chunks(_exponents, in_memory_order(tensor), torch.int8), source)
+            codes = _Codes(_in_chunks(_exponents, in_memory_order(dense), torch.int8), source)
             source.remember(key, codes)
-        return codes, layout_of(tensor)
+        return _Coded(codes, dense.dtype, tuple(dense.shape), dense.stride(), tuple(tensor.shape))
 
     return saved_tensor_hooks(pack, _read)
 
@@ -65,18 +78,30 @@ def terse_bytes(found: Observation) -> int:
     return sum(coded.values()) + sum(kept.values()) + read
 
 
-def _read(saved: Tensor | tuple[_Codes, Layout]) -> Tensor:
+def _read(saved: Tensor | _Coded) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
-    codes, layout = saved
-    values = _in_chunks(_values, codes.content, layout.dtype)
-    return values.as_strided(layout.shape, layout.stride)
+    values = _in_chunks(_values, saved.codes.content, saved.dtype)
+    return values.as_strided(saved.shape, saved.stride).expand(saved.repeated)
 
 
 def _is_coded(tensor: Tensor) -> bool:
-    """Whether it may have a number for each example: of any size, so that parts are coded alike."""
+    """Whether it may have a number for each example.
+
+    Whatever its size and strides, so that parts are coded alike: of one example, every first token
+    lies in one run of memory; of several, none does.
+    """
     is_plain = type(tensor) is Tensor and is_strided(tensor)
-    return is_plain and tensor.is_floating_point() and tensor.dim() > 0 and is_dense(tensor)
+    is_number = is_plain and tensor.is_floating_point() and tensor.dim() > 0
+    return is_number and not overlaps(_once(tensor))
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """Return the tensor without repetitions: one of each that an expansion made."""
+    sizes = [
+        size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    return tensor.detach().as_strided(sizes, tensor.stride())
 
 
 def _in_chunks(change: Callable[[Tensor], Tensor], flat: Tensor, dtype: torch.dtype) -> Tensor:

@@ -60,6 +60,8 @@ MEASURED_UNDER = coded_policy(MEASURED_BITS, score_bits=LEAST_SCORE_BITS)
 PART = 4  # a measurement takes this part of a batch
 SMALLEST_PART = 4  # examples
 _EFFORT = Effort()
+# Before the first step, which waits: as good a plan was made by it, and training earns the rest.
+_FIRST_EFFORT = Effort(local=1, others=4, bias=0)
 # The base pass, redraws, all micro-batches, redraws of one.
 PASSES = 1 + _EFFORT.local + _EFFORT.others + 2
 _BYTES_PER_NUMBER = 8
@@ -67,9 +69,9 @@ _BYTES_PER_NUMBER = 8
 _SKETCHES = 1 + _EFFORT.micro_batches + 2 * max(1 + _EFFORT.local, _EFFORT.bias) + 2
 
 
-def _effort(examples: int) -> Effort:
+def _effort(examples: int, usual: Effort = _EFFORT) -> Effort:
     """Return an effort of micro-batches of at least two examples, as batch statistics need."""
-    return replace(_EFFORT, micro_batches=min(_EFFORT.micro_batches, examples // 2))
+    return replace(usual, micro_batches=min(usual.micro_batches, examples // 2))
 
 
 class Room(NamedTuple):
@@ -169,8 +171,9 @@ class SensitivityTracker(Resumable):
             found = self._guarded(context, room, examples, running, policy, pool_bytes)
         finally:
             self.is_measuring = False
-            self.last_ms = 1000.0 * (time.perf_counter() - start_s)
-            self.schedule.measured_ms += self.last_ms
+            took_ms = 1000.0 * (time.perf_counter() - start_s)
+            self.last_ms = took_ms if self.schedule.trained_ms else None  # the first's are fewer
+            self.schedule.measured_ms += took_ms
         if found is None or not found.sites or not found.is_finite:
             return False
         self.measurements += 1
@@ -219,7 +222,7 @@ class SensitivityTracker(Resumable):
                 context.loss_fn,
                 context.first(examples),
                 policy or measured_under(room, examples),
-                effort=_effort(examples),
+                effort=_effort(examples, _EFFORT if self.schedule.trained_ms else _FIRST_EFFORT),
                 seed=context.seed,
                 step_index=context.index,
                 separate_codes=policy is None,
