@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -16,6 +18,7 @@ from daf.capture.capture import Capture
 from daf.capture.compress import compress
 from daf.core.errors import CodecError, SavedTensorError
 from daf.core.policy import Method, Need, Policy, Treatment, exact_policy, policy_for
+from daf.memory.glibc import can_return_freed_blocks
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("code_everything")]
 
@@ -473,3 +476,30 @@ def test_the_caller_s_batch_is_not_counted_or_coded() -> None:
     loss.backward()
     expected = torch.ones(8, 16).t() @ x
     assert torch.equal(model.weight.grad, expected)
+
+
+IDLE_BLOCKS = """
+import torch, daf
+from daf.memory.process_memory import resident_bytes
+
+model = torch.nn.Linear(4, 4)
+ours = daf.compress(model, bits="exact")
+del [torch.empty(2**20)][0]  # from now on glibc keeps blocks of up to 4 MB
+blocks = [torch.ones(2**18) for _ in range(200)]
+before = resident_bytes()
+del blocks[:-1]  # what is below the last one stays with the process
+between = resident_bytes()
+with ours:
+    loss = model(torch.ones(2, 4)).sum()
+loss.backward()
+print(before, between, resident_bytes())
+"""
+
+
+@pytest.mark.skipif(not can_return_freed_blocks(), reason="the C library is not glibc")
+def test_entering_returns_what_freed_blocks_hold_idle() -> None:
+    command = [sys.executable, "-c", IDLE_BLOCKS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    before, between, after = map(int, done.stdout.split())
+    assert between > before - 20 * 2**20  # glibc kept them
+    assert after < between - 150 * 2**20

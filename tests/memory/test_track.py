@@ -89,7 +89,7 @@ def test_the_history_adds_up_and_says_who_holds_what_at_the_peak() -> None:
         live += event.bytes
         assert event.live_bytes == live
     assert history.peak_bytes == tracking.peak_bytes == others + 16 * MIB
-    held = {(holder.module, holder.operator): holder.bytes for holder in history.at_peak()}
+    held = history.at_peak()
     assert held[("(before recording)", "")] == others + 4 * MIB
     assert sum(held.values()) == others + 16 * MIB
     assert history.dropped == 0

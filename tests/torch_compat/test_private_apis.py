@@ -43,6 +43,8 @@ FUNCTIONS = {
     "torch._C._pop_torch_function_stack",
     "torch._C._push_on_torch_function_stack",
     "torch._C._storage_Use_Count",
+    "torch.UntypedStorage._expired",
+    "torch.UntypedStorage._free_weak_ref",
     "torch._safe_softmax",
     "torch._softmax_backward_data",
     "torch.autograd._engine_run_backward",

@@ -18,12 +18,16 @@ from daf.capture.capture import Capture
 from daf.core import policy as policies
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
 from daf.core.units import parse_optional_bytes
+from daf.memory.glibc import return_free_memory
+from daf.memory.process_memory import resident_bytes
 from daf.offload.host_codes import host_options
 from daf.offload.spill import SpillOptions
 from daf.pool.paged_pool import make_store
 from daf.saved_tensors.sites import mix_key
 from daf.torch_compat.autograd_graph import version_of
 from daf.torch_compat.modules import Uncopied
+
+_LARGE_BYTES = 64 * 2**20
 
 
 class compress(Uncopied):  # noqa: N801 - used as a statement, like torch.no_grad
@@ -86,15 +90,27 @@ class compress(Uncopied):  # noqa: N801 - used as a statement, like torch.no_gra
         self._capture = Capture(model, store, spill, host, can_run_again=False)
         self._seed = seed
         self._entries = 0
+        self._resident_bytes = resident_bytes()
         self._open: list[AbstractContextManager[Capture]] = []
 
     def __enter__(self) -> Self:
         step_index = mix_key(self._entries, sum(map(version_of, self._model.parameters())))
         self._entries += 1
+        self._return_idle()
         step = self._capture.step(self._policy, self._seed, step_index)
         step.__enter__()
         self._open.append(step)
         return self
+
+    def _return_idle(self) -> None:
+        """Return free blocks once they are more than plain PyTorch would save.
+
+        What stays over forward passes leaves gaps that the next one's blocks do not fit into: in
+        six steps of BERT-small, glibc's heap grew to 3.8 GB, of which 0.2 were in use.
+        """
+        idle_bytes = resident_bytes() - self._resident_bytes
+        if idle_bytes > max(_LARGE_BYTES, self.stats.plain_peak_bytes) and return_free_memory():
+            self._resident_bytes = resident_bytes()
 
     def __exit__(self, *exception: Any) -> bool | None:
         return self._open.pop().__exit__(*exception)

@@ -82,8 +82,6 @@ class SavedTensorHooks:
         self._unsettled: list[SavedTensor] = []  # of what runs or just returned
         self.hook = _weakly(self.pack)
 
-    # --- hooks ------------------------------------------------------------------------------
-
     def pack(self, tensor: Tensor) -> SavedTensor:
         """The hook that autograd calls for every tensor it saves."""
         with autograd_graph.without_torch_function():
@@ -152,8 +150,6 @@ class SavedTensorHooks:
             self.watcher.recorded(self.recorder.own_ms)
         for saved in self._unsettled:
             saved.drop()
-
-    # --- settling ---------------------------------------------------------------------------
 
     def _settle(self, pending: list[SavedTensor], operator: str, call: Call) -> None:
         if self.recorder is not None:

@@ -163,7 +163,6 @@ class DeviceKeeper(Keeper):
         return 0 if self._limit_bytes is None else self._memory.held_bytes() - self._limit_bytes
 
     def must_finish(self) -> None:
-        """Free the cache and refuse nothing until ``bound``; ``overrun_bytes`` is the cost."""
         with self._lock:
             if self._limit_bytes is None:
                 return
@@ -173,7 +172,6 @@ class DeviceKeeper(Keeper):
             self._apply()
 
     def _before_unbounded(self, needed_bytes: int) -> None:
-        """Free the cache where ``needed_bytes`` could pass the bound."""
         with self._lock:
             # Without a limit the allocator takes new blocks before it frees its cache.
             is_bound = self._limit_bytes is not None and not self._unbounded

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import time
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -40,16 +40,6 @@ class MemoryEvent:
     live_bytes: int  # after it, of blocks born since, and large ones born before
     module: str
     operator: str
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Bytes and blocks that one (module, operator) held at a moment."""
-
-    module: str
-    operator: str
-    bytes: int
-    blocks: int
 
 
 class History:
@@ -91,12 +81,13 @@ class History:
         """The most bytes live while recording."""
         return max((event.live_bytes for event in self.events), default=0)
 
-    def at_peak(self) -> list[Holder]:
-        """Return who held what when most was live, the largest first."""
-        if not self.events:
-            return []
-        last = max(range(len(self.events)), key=lambda index: self.events[index].live_bytes)
-        return holders_of(live_after(self._before, self.events[: last + 1]))
+    def at_peak(self) -> Counter[tuple[str, str]]:
+        """Return the bytes that each (module, operator) held when most was live."""
+        held: Counter[tuple[str, str]] = Counter()
+        last = max(range(len(self.events)), key=lambda i: self.events[i].live_bytes, default=-1)
+        for block in live_after(self._before, self.events[: last + 1]) if self.events else ():
+            held[block.module, block.operator] += block.bytes
+        return held
 
     def snapshot(self) -> dict[str, Any]:
         """Return the recording in the format of ``torch.cuda.memory._snapshot()``."""
@@ -183,15 +174,6 @@ def live_after(before: Iterable[MemoryEvent], events: Iterable[MemoryEvent]) -> 
         if event.bytes > 0:
             live[event.address] = event
     return list(live.values())
-
-
-def holders_of(live: Iterable[MemoryEvent]) -> list[Holder]:
-    """Return live blocks by module and operator, the largest holder first."""
-    sizes: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for block in live:
-        sizes[block.module, block.operator].append(block.bytes)
-    found = [Holder(*asker, sum(each), len(each)) for asker, each in sizes.items()]
-    return sorted(found, key=lambda holder: -holder.bytes)
 
 
 def snapshot_of(

@@ -134,7 +134,6 @@ class LinearCrossEntropy(FusedOperator):
         return None
 
     def observe(self, call: OperatorCall, result: Any) -> None:
-        """Note who reads the logits."""
         if self._watched:
             self._note_readers(call, result)
         if call.function is F.linear and self._observed is not None:
@@ -158,15 +157,12 @@ class LinearCrossEntropy(FusedOperator):
                 self._objections[site] = reason or f"its result is read by {call.name}"
 
     def finish(self) -> None:
-        """Decide for the steps to come by what was watched."""
         if sequence_number() != self._first_node:
             self._has_seen_a_step = True
         alive = set(self._watched.values())
         for site, objection in self._objections.items():
             reason = "its result outlives the step" if site in alive else objection
             self.table.decide(site, "" if reason else PATTERN, reason, deferred=not reason)
-
-    # --- stand-ins --------------------------------------------------------------------------
 
     @contextmanager
     def _seen_by_others(self) -> Iterator[None]:

@@ -84,7 +84,6 @@ class RowsHeld(NormSave):
 
     @property
     def forward(self) -> Channels:
-        """The affine from the input to the normalised values, where the input is held."""
         assert self._shift is not None
         return Channels(self._scale, self._shift, self._length)
 
@@ -216,7 +215,6 @@ class RowNormOperator(FusedOperator):
     functions = frozenset(SIGNATURES)
 
     def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
-        """Return the operator, wherever it computes the same."""
         norm = call.read(SIGNATURES[call.function])
         reason = objection(norm, self.context.hooks.hook)
         site = self.context.site(call.name)

@@ -228,7 +228,6 @@ Flat = Iterator[tuple[int, Family, Option]]
 
 
 def _columns_of(groups: Sequence[Family], options: Sequence[tuple[Option, ...]]) -> Flat:
-    """Yield every option with its column and its family."""
     every = ((group, option) for group, own in zip(groups, options, strict=True) for option in own)
     return ((column, group, option) for column, (group, option) in enumerate(every))
 

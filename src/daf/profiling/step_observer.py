@@ -328,7 +328,6 @@ def _reading(saved: packed_tensor.SavedTensor) -> Reading:
 
 
 def _own_codes(held: packed_tensor.PackedTensor) -> Iterator[Any]:
-    """Yield the codes and masks that a packed tensor was made with."""
     code = getattr(held, "code", None)
     if code is not None:
         yield code

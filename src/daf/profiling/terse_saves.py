@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from daf.codecs.layout import content_key, in_memory_order, is_dense, overlaps
+from daf.codecs.layout import Layout, content_key, in_memory_order, is_dense, layout_of, overlaps
 from daf.core.policy import Need
 from daf.saved_tensors.ledger import Ledger, Source, Sources
 from daf.saved_tensors.observation import Observation
@@ -32,15 +32,7 @@ class _Codes:
     source: Source  # whose address no other storage gets meanwhile
 
 
-@dataclass(slots=True)
-class _Coded:
-    """A tensor's codes, and what is made of the numbers in them."""
-
-    codes: _Codes
-    dtype: torch.dtype
-    shape: tuple[int, ...]  # without repetitions
-    stride: tuple[int, ...]
-    repeated: tuple[int, ...]  # the tensor's own shape
+_Coded = tuple[_Codes, Layout, torch.Size]  # its numbers once, and the shape that repeats them
 
 
 def terse_saves(external: Iterator[Tensor]) -> AbstractContextManager[None]:
@@ -58,7 +50,7 @@ def terse_saves(external: Iterator[Tensor]) -> AbstractContextManager[None]:
         if codes is None:
             codes = _Codes(_in_chunks(_exponents, in_memory_order(dense), torch.int8), source)
             source.remember(key, codes)
-        return _Coded(codes, dense.dtype, tuple(dense.shape), dense.stride(), tuple(tensor.shape))
+        return codes, layout_of(dense), tensor.shape
 
     return saved_tensor_hooks(pack, _read)
 
@@ -81,8 +73,9 @@ def terse_bytes(found: Observation) -> int:
 def _read(saved: Tensor | _Coded) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
-    values = _in_chunks(_values, saved.codes.content, saved.dtype)
-    return values.as_strided(saved.shape, saved.stride).expand(saved.repeated)
+    codes, layout, shape = saved
+    values = _in_chunks(_values, codes.content, layout.dtype)
+    return values.as_strided(layout.shape, layout.stride).expand(shape)
 
 
 def _is_coded(tensor: Tensor) -> bool:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from daf.codecs.scratch import Scratch
@@ -23,7 +22,7 @@ from daf.core.errors import SavedTensorError
 from daf.recompute.python_state import PythonState, Undo
 from daf.recompute.random_state import Generators, RandomState
 from daf.saved_tensors.packed_tensor import PackedTensor
-from daf.torch_compat.autograd_graph import is_strided, strided_parts, version_of
+from daf.torch_compat.autograd_graph import StorageReference, is_strided, strided_parts, version_of
 from daf.torch_compat.modules import modules_of
 from daf.torch_compat.pytree import map_nest
 
@@ -117,14 +116,14 @@ class _Seen(NamedTuple):
     name: str
     space: Mapping[str, Any]
     tensor: weakref.ref[Tensor]
-    storages: tuple[StorageWeakRef, ...]  # which keep an address from being given to another
+    storages: tuple[StorageReference, ...]  # which keep an address from being given to another
     version: int
     requires_grad: bool
 
     @classmethod
     def now(cls, what: str, name: str, space: Mapping[str, Any], tensor: Tensor) -> _Seen:
         parts = strided_parts(tensor)
-        storages = tuple(StorageWeakRef(part.untyped_storage()) for part in parts)  # type: ignore[no-untyped-call]
+        storages = tuple(StorageReference(part.untyped_storage()) for part in parts)
         version, gradient = version_of(tensor), tensor.requires_grad
         return cls(what, name, space, weakref.ref(tensor), storages, version, gradient)
 
@@ -134,7 +133,7 @@ class _Seen(NamedTuple):
         if then is None or now is not then:
             return True
         there = [part.untyped_storage()._cdata for part in strided_parts(now)]
-        return there != [storage.cdata for storage in self.storages]
+        return there != [*self.storages]
 
 
 class ModuleTensors:

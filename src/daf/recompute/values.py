@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from daf.codecs.layout import is_dense
-from daf.torch_compat.autograd_graph import bytes_of, is_strided
+from daf.torch_compat.autograd_graph import StorageReference, bytes_of, is_strided
 from daf.torch_compat.operator_mode import DispatchMode
 from daf.torch_compat.pytree import map_nest, tensors_in_batch
 
@@ -33,9 +32,8 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Geometry:
-        """Return a strided tensor's geometry."""
-        offset = int(tensor.storage_offset())
-        return cls(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
+        """Return a strided tensor's geometry; of equal ones, the same object."""
+        return _geometry(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
     def within(self, whole: Tensor) -> Tensor:
         """Return the tensor of this geometry in the storage of ``whole``."""
@@ -44,6 +42,11 @@ class Geometry(NamedTuple):
         if whole.dtype != self.dtype:
             whole = torch.empty(0, dtype=self.dtype).set_(whole.untyped_storage())
         return torch.as_strided(whole, self.shape, self.stride, self.offset)
+
+
+@lru_cache(maxsize=4096)
+def _geometry(shape: torch.Size, stride: Any, offset: int, dtype: torch.dtype) -> Geometry:
+    return Geometry(tuple(shape), stride, int(offset), dtype)
 
 
 class Operation(NamedTuple):
@@ -90,7 +93,7 @@ class ValueRecorder(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._values: dict[int, tuple[StorageWeakRef, Value]] = {}
+        self._values: dict[int, tuple[StorageReference, Value]] = {}
         self.own_ms = 0.0
         self.is_paused = False
 
@@ -127,7 +130,7 @@ class ValueRecorder(DispatchMode):
 
     def _put(self, storage: torch.UntypedStorage, value: Value) -> Value:
         # The weak reference reserves the address: an equal one means the same storage.
-        self._values[storage._cdata] = (StorageWeakRef(storage), value)  # type: ignore[no-untyped-call]
+        self._values[storage._cdata] = (StorageReference(storage), value)
         return value
 
     def _note(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
@@ -138,8 +141,7 @@ class ValueRecorder(DispatchMode):
         if maker is None or not all(map(_is_plain, tensors_in_batch((arguments, keywords)))):
             for each in (*results, *_written(function, arguments, keywords)):
                 if is_strided(each):
-                    storage = each.untyped_storage()
-                    self._put(storage, _unknown(storage))
+                    self._values.pop(each.untyped_storage()._cdata, None)
             return
         if function is _BATCH_NORM and arguments[5]:
             self._note_normalised(arguments, result)
@@ -196,10 +198,15 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _written(function: Any, arguments: Any, keywords: Any) -> Iterator[Tensor]:
     """Yield the tensors that an operation writes, by its schema."""
-    for place, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = arguments[place] if place < len(arguments) else keywords.get(argument.name)
-            yield from tensors_in_batch(given)
+    for place, name in _written_places(function):
+        given = arguments[place] if place < len(arguments) else keywords.get(name)
+        yield from tensors_in_batch(given)
+
+
+@lru_cache(maxsize=4096)
+def _written_places(function: Any) -> list[tuple[int, str]]:
+    places = enumerate(function._schema.arguments)
+    return [(at, e.name) for at, e in places if e.alias_info is not None and e.alias_info.is_write]
 
 
 # Beside pointwise operations and reductions: what takes no longer than its bytes do to write. All

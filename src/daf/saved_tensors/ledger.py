@@ -13,10 +13,14 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from daf.saved_tensors.sites import SiteRecord
-from daf.torch_compat.autograd_graph import bytes_of, storage_holders, strided_parts
+from daf.torch_compat.autograd_graph import (
+    StorageReference,
+    bytes_of,
+    storage_holders,
+    strided_parts,
+)
 
 Found = TypeVar("Found", bound=object)
 
@@ -135,16 +139,16 @@ class Source:
 
     def __init__(self, ledger: Ledger, storage: torch.UntypedStorage) -> None:
         self._ledger = ledger
-        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._storage = StorageReference(storage)
         self._held: dict[Hashable, weakref.ref[object]] = {}
         self._plain: weakref.ref[Plain] | None = None
         self.nbytes = storage.nbytes()
 
     def references(self) -> int:
         """Return the number of tensors that refer to the storage now."""
-        if self._storage.expired():  # type: ignore[no-untyped-call]
+        if self._storage.expired():
             return 0
-        return storage_holders(self._storage.cdata) - _wrapper_references()
+        return storage_holders(self._storage) - _wrapper_references()
 
     def plain(self) -> Plain:
         """Count the storage as plain autograd's, once however many tensors on it are saved."""
@@ -175,7 +179,7 @@ class Sources:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._alive: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
-        self._external: dict[int, StorageWeakRef] = {}
+        self._external: dict[int, StorageReference] = {}
 
     def begin_step(self, external: Iterator[Tensor]) -> None:
         """Name the external storages, which are never coded or counted."""
@@ -187,7 +191,7 @@ class Sources:
         for tensor in tensors:
             for part in strided_parts(tensor):
                 storage = part.untyped_storage()
-                self._external[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._external[storage._cdata] = StorageReference(storage)
 
     def is_external(self, tensor: Tensor) -> bool:
         """True if a strided tensor lies in a parameter, a buffer or the caller's batch."""

@@ -93,7 +93,6 @@ class WindowPlaces(Decoded):
         self._windows = windows
 
     def restore(self, scratch: Scratch) -> Tensor:
-        """Return the int64 indices."""
         offsets = super().restore(scratch)
         out = scratch.empty(self.layout._replace(dtype=torch.int64))
         out.copy_(self._windows.indices(offsets))

@@ -43,7 +43,6 @@ class NormInput(Decoded):
         self._inner = done.inner
 
     def restore(self, scratch: Scratch) -> Tensor:
-        """Return the input, the normalisation undone."""
         out = scratch.empty(self.layout)
         self.code.content.decode(out, self._statistics.inverse(self._inner))
         return out

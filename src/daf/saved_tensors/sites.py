@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as global_hooks
-from torch.utils.hooks import RemovableHandle
 
 from daf.core.policy import KEEP, Need, Site, Treatment
 from daf.core.replaced import replaced
@@ -114,20 +113,15 @@ class SiteTracker:
     def following(self, compiled: CompiledModules) -> Iterator[None]:
         """Follow this thread's module calls inside."""
         with self.at_the_top(get_ident()), ExitStack() as hooks:
-            for handle in self._hook(compiled):
-                hooks.enter_context(handle)
+            keep, enter, leave = hooks.enter_context, OwnHook(self._enter), OwnHook(self._leave)
+            # Kept in the line that makes them: an interrupt may come after any line.
+            if not compiled.attributes:  # all at once
+                keep(global_hooks.register_module_forward_pre_hook(self._enter))
+                keep(global_hooks.register_module_forward_hook(self._leave, always_call=True))
+            for _, module in compiled.hookable() if compiled.attributes else ():
+                keep(module.register_forward_pre_hook(enter))
+                keep(module.register_forward_hook(leave, always_call=True))
             yield
-
-    def _hook(self, compiled: CompiledModules) -> Iterator[RemovableHandle]:
-        """Hook all modules at once; one by one where some are compiled, which get none inside."""
-        if not compiled.attributes:
-            yield global_hooks.register_module_forward_pre_hook(self._enter)
-            yield global_hooks.register_module_forward_hook(self._leave, always_call=True)
-            return
-
-        for _, module in compiled.hookable():
-            yield module.register_forward_pre_hook(OwnHook(self._enter))
-            yield module.register_forward_hook(OwnHook(self._leave), always_call=True)
 
     def at_the_top(self, thread: int = 0) -> AbstractContextManager[None]:
         """Follow a thread's module calls inside from outside of the model on; 0: none."""

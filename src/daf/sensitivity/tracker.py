@@ -198,7 +198,6 @@ class SensitivityTracker(Resumable):
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``."""
         super().load_state_dict(state)
         self.sensitivity = self._usable(self.sensitivity)
 

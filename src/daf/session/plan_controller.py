@@ -305,7 +305,6 @@ class PlanController(Resumable):
             self.selector.note_step(running, ran, share)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs (JSON-able), ``PlanSelector``'s state included."""
         return self.selector.state_dict() | super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

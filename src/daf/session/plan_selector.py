@@ -334,7 +334,6 @@ class PlanSelector(Resumable):
         return [LeverRefusal("release", (), allowed.release_refusal, saved_bytes)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs (JSON-able)."""
         tolerance = self.constraints.tolerance
         return super().state_dict() | {
             "autotuner": self.autotuner.state_dict(),

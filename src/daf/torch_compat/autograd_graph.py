@@ -104,6 +104,23 @@ def storage_holders(address: int) -> int:
     return int(torch._C._storage_Use_Count(address))
 
 
+class StorageReference(int):
+    """A weak reference: a storage's address, which no other gets while this lives."""
+
+    __slots__ = ()
+
+    def __new__(cls, storage: torch.UntypedStorage) -> StorageReference:
+        address: Any = storage._weak_ref()
+        return int.__new__(cls, address)
+
+    def expired(self) -> bool:
+        """True if the storage is gone."""
+        return bool(torch.UntypedStorage._expired(int(self)))
+
+    def __del__(self, free: Any = torch.UntypedStorage._free_weak_ref) -> None:
+        free(int(self))
+
+
 def is_strided(tensor: Tensor) -> bool:
     """True if a tensor is its shape, its strides and a storage, and nothing else.
 

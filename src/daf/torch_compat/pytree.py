@@ -7,9 +7,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 Leaf = TypeVar("Leaf")
+_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 def map_nest(kind: type[Leaf], change: Callable[[Leaf], Any], nest: Any) -> Any:
@@ -20,6 +22,8 @@ def map_nest(kind: type[Leaf], change: Callable[[Leaf], Any], nest: Any) -> Any:
     """
     if isinstance(nest, kind):
         return change(nest)
+    if type(nest) in _ATOMS:
+        return nest
     if isinstance(nest, (tuple, list)):
         items = [map_nest(kind, change, item) for item in nest]
         if _same(items, nest):

@@ -79,7 +79,6 @@ class BatchNormOperator(FusedOperator):
         return self._defer(site, norm, None)
 
     def observe(self, call: OperatorCall, result: Any) -> None:
-        """Note who reads the results of normalisations."""
         if call.function not in self.functions:
             self._observation.operator(call, result)
         elif self._observed is not None:
@@ -87,13 +86,10 @@ class BatchNormOperator(FusedOperator):
             self._observed = None
 
     def finish(self) -> None:
-        """Decide for the steps to come by what was observed."""
         self.table.object(self._observation.objections())
         for site, pattern, reason, deferred in self._observation.verdicts():
             if self.table.is_open(site):
                 self.table.decide(site, pattern, reason, deferred=deferred)
-
-    # --- stand-ins --------------------------------------------------------------------------
 
     def _defer(self, site: CallSite, norm: Norm, addend: Tensor | None) -> Tensor:
         return self.context.stand_ins.make(
@@ -156,8 +152,6 @@ class BatchNormOperator(FusedOperator):
     def _find(self, tensor: Tensor) -> Deferred | None:
         deferred = self.context.stand_ins.find(tensor)
         return deferred if deferred is not None and deferred.operator is self else None
-
-    # --- running ----------------------------------------------------------------------------
 
     def _fused(
         self, norm: Norm, site: CallSite, addend: Tensor | None, rectifier: Rectifier | None

@@ -123,7 +123,6 @@ class ChunkedOperators(FusedOperator):
     )
 
     def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
-        """Return the chunked operator; its own name names its sites."""
         pack, chunk_bytes = self.context.hooks.hook, self.context.policy.chunk_bytes
         chosen = products.chunked_product(call, pack, chunk_bytes)
         if chosen is None and attention.is_chunkable(call, pack, chunk_bytes):
