@@ -41,6 +41,7 @@ from daf_bench.cli_output import (
 )
 from daf_bench.cli_papers import papers_command
 from daf_bench.cli_peers import peers_command
+from daf_bench.cli_start import start_command
 from daf_bench.cli_values import values_command
 from daf_bench.kernels import bit_packing, device_codecs
 from daf_bench.kernels import reductions as reduce_bench
@@ -75,6 +76,7 @@ app.command("doors")(doors_command)
 app.command("hosts")(hosts_command)
 app.command("values")(values_command)
 app.command("bias")(bias_command)
+app.command("start")(start_command)
 
 
 @app.callback()

@@ -1,0 +1,1 @@
+"""``daf bench start``: how long it takes until training runs as fast as it will."""
