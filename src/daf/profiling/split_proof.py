@@ -179,7 +179,6 @@ class SplitProof:
     def _forward(
         self, batch: Any, examples: int, disturbed: int
     ) -> tuple[WeightedLoss, LossWeights]:
-        """Return the loss, and what was read of its operators."""
         names = parameter_names(self._model)
         weights = LossWeights(examples, disturbed=disturbed, names=names)
         with weights as operators, self._saves(batch):

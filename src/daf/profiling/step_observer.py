@@ -319,7 +319,6 @@ class Observer:
 
 
 def _reading(saved: packed_tensor.SavedTensor) -> Reading:
-    """Return how the operator that unpacks a tensor reads it."""
     if not packed_tensor.is_identifying():
         return Reading.WHOLE
     if isinstance(saved.held, SmoothHeld):

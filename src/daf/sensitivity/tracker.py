@@ -57,11 +57,11 @@ class Schedule:
 
 MEASURED_BITS = 2  # of the codes measured: coarse enough for their noise to stand out
 MEASURED_UNDER = coded_policy(MEASURED_BITS, score_bits=LEAST_SCORE_BITS)
-PART = 4  # a measurement takes this part of a batch
+PART, FIRST_PART = 4, 8  # a measurement takes this part of a batch, the first one's of large ones
 SMALLEST_PART = 4  # examples
 _EFFORT = Effort()
-# Before the first step, which waits: as good a plan was made by it, and training earns the rest.
-_FIRST_EFFORT = Effort(local=1, others=4, bias=0)
+# Before the first step. A product's formula is whole; a normalisation's found a fifth of its error.
+_FIRST_EFFORT = Effort(local=0, others=2, bias=0)
 # The base pass, redraws, all micro-batches, redraws of one.
 PASSES = 1 + _EFFORT.local + _EFFORT.others + 2
 _BYTES_PER_NUMBER = 8
@@ -249,7 +249,9 @@ class SensitivityTracker(Resumable):
         return found
 
     def _examples(self, batch_size: int) -> int:
-        wanted = min(batch_size, max(SMALLEST_PART, -(-batch_size // PART)))
+        first = 0 if self.schedule.trained_ms else max(2 * SMALLEST_PART, batch_size // FIRST_PART)
+        wanted = min(first or batch_size, -(-batch_size // PART))
+        wanted = min(batch_size, max(SMALLEST_PART, wanted))
         return wanted if self._most_examples is None else min(wanted, self._most_examples)
 
     def _examples_that_fit(self, batch_size: int, room: Room | None) -> int | None:

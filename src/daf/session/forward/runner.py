@@ -163,7 +163,6 @@ class ForwardRunner(SessionReadings):
                 raise out_of_memory(error, self._keeper.memory_name) from error.__cause__
 
     def _planned(self, batch: Any) -> Plan | None:
-        """Return the plan of a call; None where none could be made."""
         controller, counters = self._plan_controller, self._runner.counters
         with owners.turn, modes_restored():
             self._learn()
