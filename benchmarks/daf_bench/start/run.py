@@ -98,7 +98,8 @@ def _is_timed(row: Row) -> bool:
     return "cold" in row and "first_ms" in row["cold"] and "first_ms" in row["warm"]
 
 
-def _ratios(row: Row) -> dict[str, float]:
+def ratios_of(row: Row) -> dict[str, float]:
+    """What of a row the figures are made of."""
     cold, warm, plain_ms = row["cold"], row["warm"], row["plain_ms"]
     short_ms = RUN_STEPS * cold["steady_ms"] + 2 * plain_ms
     return {
@@ -112,7 +113,7 @@ def _ratios(row: Row) -> dict[str, float]:
 def figures_of(rows: Sequence[Row]) -> dict[str, float]:
     """The figures, of rows that trained; how many did not, or passed their budget."""
     timed = [each for each in rows if _is_timed(each)]
-    ratios = [_ratios(each) for each in timed]
+    ratios = [ratios_of(each) for each in timed]
     figures: dict[str, float] = {}
     for name in ratios[0] if ratios else ():
         figures[f"{name}_worst"] = max(each[name] for each in ratios)
