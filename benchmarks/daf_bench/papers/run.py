@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from daf_bench.harness.method_runner import Way
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.row_log import Row, RowLog
+from daf_bench.papers import equal_noise
 from daf_bench.papers.figures import TABLE, TRAINING, figures_of
 from daf_bench.papers.in_turn import measured_in_turn
 from daf_bench.papers.table import ROWS
@@ -53,8 +55,12 @@ def run(
 
         found = log.row(name, lambda: _of_workload(job, name, say))  # noqa: B023
         training += found["contestants"]
+    noise = [
+        log.row(f"{name}, equal noise", partial(_at_equal_noise, job, name))
+        for name in job.workloads
+    ]
     table = [{"part": TABLE, **asdict(row)} for row in ROWS]
-    rows = [*table, *training]
+    rows = [*table, *training, *noise]
     return BenchResult("papers", rows, figures_of(rows), _notes(job, training))
 
 
@@ -65,6 +71,10 @@ def _of_workload(job: PapersJob, name: str, say: Callable[[str], None]) -> Row:
     found = measured_in_turn(way, job.percent, job.steps, say)
     named = {"part": TRAINING, "workload": name, "load_average": load}
     return {"contestants": [{**named, **row} for row in found]}
+
+
+def _at_equal_noise(job: PapersJob, name: str) -> Row:
+    return equal_noise.measured(name, job.sources.folder, is_small=job.is_small)
 
 
 def _measured(job: PapersJob) -> dict[str, Any]:
@@ -85,10 +95,12 @@ def _notes(job: PapersJob, training: list[Row]) -> tuple[str, ...]:
         f"{', '.join(job.workloads)}; {sizes}; {job.steps} timed steps in turn at {job.percent} % "
         f"of plain's peak above the floor; data: {job.sources.described()}",
         f"not measured: {', '.join(left) or 'none of the workloads'}",
-        "ours_vs_daf_published_*: medians over the workloads on which both trained, at the same "
-        "budget; not at equal gradient noise, which gradient_error shows for each",
-        "saved: bytes held for backward, as published ÷ ours, most of the timed steps; our plan "
-        "may cut the batch, and uses what the budget allows",
+        "ours_vs_daf_published_saved: bytes held for backward by the published codes over ours at "
+        "equal noise of the gradient, medians over widths, then workloads; no plan, whole batches",
+        "ours_vs_daf_published_step and _saved_at_budget: medians over the workloads on which both "
+        "trained, at the same budget; not at equal gradient noise, which gradient_error shows",
+        "saved_at_budget: bytes held for backward, as published ÷ ours, most of the timed steps; "
+        "our plan may cut the batch, and uses what the budget allows",
         "gradient_error: relative, of the first batch at the first weights by the plan of the end; "
         "a batch that is cut draws other dropout, which counts as error",
         f"load average of the machine when a workload began: at most {load:.1f} on "

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from daf_bench.harness.method_runner import Way
 from daf_bench.harness.subprocess_channel import ContestantError
-from daf_bench.papers import in_turn
+from daf_bench.papers import equal_noise, in_turn
+from daf_bench.papers.equal_noise import Coded, bytes_at
 from daf_bench.papers.figures import figures_of
 from daf_bench.papers.run import PapersJob, run
 from daf_bench.workloads.sources import Sources
@@ -63,6 +64,33 @@ class MadeUp:
         self.ended = True
 
 
+def noise_row(workload: str) -> dict[str, Any]:
+    """Published codes of 20 bytes at an error half way between two of ours, of 10 and 20."""
+    ours = [[1, 10, 0.4], [2, 20, 0.1]]
+    found = {"ours": ours, "published": [[4, 20, 0.2]], "exact_bytes": 50}
+    return {"part": "equal noise", "workload": workload, **found}
+
+
+@pytest.mark.parametrize(
+    ("error", "nbytes"), [(0.9, 10.0), (0.4, 10.0), (0.2, 15.0), (0.1, 20.0), (0.05, 42.5)]
+)
+def test_ours_holds_at_a_noise_what_lies_between_its_widths(error: float, nbytes: float) -> None:
+    row = noise_row("w6")
+    ours = [Coded(*each) for each in row["ours"]]
+    assert bytes_at(error, ours, row["exact_bytes"]) == pytest.approx(nbytes)
+
+
+@pytest.mark.thorough
+def test_a_workload_is_measured_at_every_width_and_noise_falls_with_it() -> None:
+    row = equal_noise.measured("w6", None, is_small=True)
+    for codes in (row["ours"], row["published"]):
+        found = [Coded(*each) for each in codes]
+        assert [each.bits for each in found] == [*equal_noise.WIDTHS]
+        assert found[0].saved_bytes < found[-1].saved_bytes
+        assert found[0].error > 4 * found[-1].error > 0.0
+    assert 1 <= len(equal_noise.ratios(row)) <= len(equal_noise.WIDTHS)
+
+
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[MadeUp]]:
     def install(refuses: str = "") -> list[MadeUp]:
@@ -74,6 +102,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[MadeUp]]:
             return started[-1]
 
         monkeypatch.setattr(in_turn, "Contender", start)
+        monkeypatch.setattr(equal_noise, "measured", lambda name, *_, **__: noise_row(name))
         return started
 
     return install
@@ -124,13 +153,14 @@ def test_figures_count_what_was_tried_and_name_no_ratio_of_nothing(made_up) -> N
     assert figures["daf_published_runs"] == figures["compared"] == figures["over_budget"] == 0
     assert figures["rows"] >= 25
     assert figures["rows_without_command"] == 0
-    assert "ours_vs_daf_published_saved" not in figures
+    assert "ours_vs_daf_published_saved_at_budget" not in figures
 
 
 def test_medians_are_over_workloads_and_what_passes_a_budget_is_counted(made_up) -> None:
     made_up()
     result = run(PapersJob(("w6", "w3"), steps=3, sources=Sources(None)))
-    assert result.figures["ours_vs_daf_published_saved"] == 3.0
+    assert result.figures["ours_vs_daf_published_saved_at_budget"] == 3.0
+    assert result.figures["ours_vs_daf_published_saved"] == pytest.approx(20 / 15)
     assert result.figures["ours_vs_daf_published_step"] == OURS_MS / PUBLISHED_MS
     assert result.figures["daf_published_runs"] == result.figures["compared"] == 2
     over = [{**row, "peak_bytes": 301 * MB} if "peak_bytes" in row else row for row in result.rows]
@@ -147,7 +177,7 @@ def test_it_goes_on_where_it_stopped(made_up, tmp_path: Path) -> None:
     more = run(PapersJob(("w6", "w3"), steps=3, sources=Sources(None)), file)
     assert len(started) == 6
     assert [row for row in more.rows if row.get("workload") == "w6"] == [
-        row for row in first.rows if row["part"] == "training"
+        row for row in first.rows if row["part"] != "table"
     ]
 
 
