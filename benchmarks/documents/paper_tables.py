@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from daf_bench.papers.equal_noise import Coded, bytes_at
+from daf_bench.papers.figures import NOISE
 from daf_bench.papers.row import DAF, SAGE, Ours, PaperRow
 from daf_bench.papers.table import ROWS
 from words import MB, ROOT, measured_by
@@ -78,6 +81,7 @@ def published_figures(result: dict[str, Any]) -> str:
             "|---|---|---|---|---|---|---|---|---|",
             *map(training_line, training),
             "",
+            *_noise_lines([row for row in result["rows"] if row["part"] == NOISE]),
             *(f"- {note}" for note in result["notes"][1:]),
             "",
             "| | |",
@@ -85,6 +89,31 @@ def published_figures(result: dict[str, Any]) -> str:
             *(f"| {_words(name)} | {number(value)} |" for name, value in result["figures"].items()),
         ]
     )
+
+
+def _noise_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the table of what both codes hold at equal noise, if that was measured."""
+    if not rows:
+        return []
+    return [
+        "| workload, whole batch | as published: bits, bytes, gradient error | ours at that error "
+        "| published ÷ ours |",
+        "|---|---|---|---|",
+        *(line for row in rows for line in _widths_of(row)),
+        "",
+    ]
+
+
+def _widths_of(row: dict[str, Any]) -> Iterator[str]:
+    ours = [Coded(*each) for each in row["ours"]]
+    for bits, saved_bytes, error in (Coded(*each) for each in row["published"]):
+        cells = [row["workload"], f"{bits} bits, {saved_bytes / MB:.1f} MB, {error:.2g}"]
+        if 0.0 < error < 1.0:
+            held = bytes_at(error, ours, row["exact_bytes"])
+            cells += [f"{held / MB:.1f} MB", f"{saved_bytes / held:.2f}"]
+        else:
+            cells += ["not compared", ""]
+        yield f"| {' | '.join(cells)} |"
 
 
 def _words(name: str) -> str:
