@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from daf_bench.papers.equal_noise import Coded, bytes_at
-from daf_bench.papers.figures import NOISE
+from daf_bench.papers.eviction import INVERTED, MEASURED, SHUFFLED, UNIFORM
+from daf_bench.papers.figures import EVICTION, NOISE
 from daf_bench.papers.row import DAF, SAGE, Ours, PaperRow
 from daf_bench.papers.table import ROWS
 from words import MB, ROOT, measured_by
@@ -82,6 +83,7 @@ def published_figures(result: dict[str, Any]) -> str:
             *map(training_line, training),
             "",
             *_noise_lines([row for row in result["rows"] if row["part"] == NOISE]),
+            *_eviction_lines([row for row in result["rows"] if row["part"] == EVICTION]),
             *(f"- {note}" for note in result["notes"][1:]),
             "",
             "| | |",
@@ -100,6 +102,25 @@ def _noise_lines(rows: list[dict[str, Any]]) -> list[str]:
         "| published ÷ ours |",
         "|---|---|---|---|",
         *(line for row in rows for line in _widths_of(row)),
+        "",
+    ]
+
+
+def _eviction_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the table of what eviction adds to the gradient's error, if that was measured."""
+    if not rows:
+        return []
+    ways = (MEASURED, UNIFORM, SHUFFLED, INVERTED)
+    return [
+        f"| error that eviction adds, by importance | whole codes | {' | '.join(ways)} |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {row['workload']}, {cap['share']:.0%} of the bytes | {row['error']:.3g} | "
+            + " | ".join(f"{cap[way]:.3g}" for way in ways)
+            + " |"
+            for row in rows
+            for cap in row["caps"]
+        ),
         "",
     ]
 

@@ -14,25 +14,17 @@ exact that the others' noise is as much.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import NamedTuple
 
 import daf
 from daf.core.policy import ranged_policy
-from daf.step.microbatch import read_loss
 from daf_bench.harness.row_log import Row
-from daf_bench.harness.subprocess_channel import Child, serve
-from daf_bench.workloads import find_workload
-from daf_bench.workloads.sources import Sources
+from daf_bench.papers.coded_gradients import answer_with, gradient, measured_by, relative_error
 from daf_bench.workloads.trainable import Trainable
 
 WIDTHS = (1, 2, 4, 8)
@@ -49,12 +41,7 @@ class Coded(NamedTuple):
 
 def measured(workload: str, folder: Path | None, *, is_small: bool) -> Row:
     """Return the row of a workload, measured in a process of its own."""
-    what = {"workload": workload, "folder": folder and str(folder), "is_small": is_small}
-    child = Child("daf_bench.papers.equal_noise", what, f"{workload} at equal noise")
-    try:
-        found = child.ask("measure")
-    finally:
-        child.end()
+    found = measured_by("daf_bench.papers.equal_noise", workload, folder, is_small=is_small)
     return {"part": "equal noise", "workload": workload, **found}
 
 
@@ -88,12 +75,12 @@ def bytes_at(error: float, ours: Sequence[Coded], exact_bytes: int) -> float:
 
 
 def _measure(work: Trainable) -> Row:
-    plain = _gradient(work, daf.compress(work.model, bits="plain"))
+    plain = gradient(work, daf.compress(work.model, bits="plain"))
     exact = daf.compress(work.model, bits="exact")
-    _gradient(work, exact)
+    gradient(work, exact)
 
     def coded(bits: int, ours: daf.compress) -> Coded:
-        found = [_error(_gradient(work, ours), plain) for _ in range(PASSES)]
+        found = [relative_error(gradient(work, ours), plain) for _ in range(PASSES)]
         root = math.sqrt(sum(each**2 for each in found) / PASSES)
         return Coded(bits, ours.stats.held_peak_bytes, root)
 
@@ -105,26 +92,5 @@ def _measure(work: Trainable) -> Row:
     }
 
 
-def _gradient(work: Trainable, way: daf.compress) -> Tensor:
-    """Return the first batch's gradient at the first weights, float32 and flat."""
-    work.model.zero_grad(set_to_none=True)
-    torch.manual_seed(1)
-    with way:
-        found = read_loss(work.task.loss(work.model, work.batch(0)), work.order.batch_size)
-    found.mean.backward()  # type: ignore[no-untyped-call]
-    gradients = (each.grad for each in work.model.parameters())
-    return torch.cat([each.flatten().float() for each in gradients if each is not None])
-
-
-def _error(found: Tensor, plain: Tensor) -> float:
-    return float((found - plain).double().norm() / plain.double().norm())
-
-
-def _built(workload: str, folder: str | None, is_small: bool) -> Trainable:
-    sources = Sources(None if folder is None else Path(folder))
-    return find_workload(workload).load(sources, is_small).build()
-
-
 if __name__ == "__main__":
-    WHAT: dict[str, Any] = json.loads(sys.argv[1])
-    serve(lambda _command: _measure(_built(**WHAT)))
+    answer_with(_measure)

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from daf_bench.papers.equal_noise import saved_ratio
+from daf_bench.papers.eviction import INVERTED, SHUFFLED, gains
 from daf_bench.papers.in_turn import OURS, PLAIN, PUBLISHED
 
 Rows = Sequence[dict[str, Any]]
-TABLE, TRAINING, NOISE = "table", "training", "equal noise"
+TABLE, TRAINING, NOISE, EVICTION = "table", "training", "equal noise", "eviction"
 
 
 def figures_of(rows: Rows) -> dict[str, float]:
@@ -32,6 +33,9 @@ def figures_of(rows: Rows) -> dict[str, float]:
     noise = [row for row in rows if row["part"] == NOISE]
     if noise:
         figures["ours_vs_daf_published_saved"] = saved_ratio(noise)
+    if evicted := [row for row in rows if row["part"] == EVICTION]:
+        figures["eviction_importance_gain"] = min(gains(evicted, SHUFFLED))
+        figures["eviction_inverted_over_measured"] = min(gains(evicted, INVERTED))
     return figures | _medians(training)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from daf_bench.harness.method_runner import Way
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.row_log import Row, RowLog
-from daf_bench.papers import equal_noise
+from daf_bench.papers import equal_noise, eviction
 from daf_bench.papers.figures import TABLE, TRAINING, figures_of
 from daf_bench.papers.in_turn import measured_in_turn
 from daf_bench.papers.table import ROWS
@@ -59,8 +59,13 @@ def run(
         log.row(f"{name}, equal noise", partial(_at_equal_noise, job, name))
         for name in job.workloads
     ]
+    evicted = [
+        log.row(f"{name}, eviction", partial(_with_evictions, job, name))
+        for name in eviction.WORKLOADS
+        if name in job.workloads
+    ]
     table = [{"part": TABLE, **asdict(row)} for row in ROWS]
-    rows = [*table, *training, *noise]
+    rows = [*table, *training, *noise, *evicted]
     return BenchResult("papers", rows, figures_of(rows), _notes(job, training))
 
 
@@ -75,6 +80,10 @@ def _of_workload(job: PapersJob, name: str, say: Callable[[str], None]) -> Row:
 
 def _at_equal_noise(job: PapersJob, name: str) -> Row:
     return equal_noise.measured(name, job.sources.folder, is_small=job.is_small)
+
+
+def _with_evictions(job: PapersJob, name: str) -> Row:
+    return eviction.measured(name, job.sources.folder, is_small=job.is_small)
 
 
 def _measured(job: PapersJob) -> dict[str, Any]:
@@ -97,6 +106,9 @@ def _notes(job: PapersJob, training: list[Row]) -> tuple[str, ...]:
         f"not measured: {', '.join(left) or 'none of the workloads'}",
         "ours_vs_daf_published_saved: bytes held for backward by the published codes over ours at "
         "equal noise of the gradient, medians over widths, then workloads; no plan, whole batches",
+        f"eviction_*: what losing planes adds to the gradient's error where the pool holds "
+        f"{eviction.COMPARED:.0%} of codes of {eviction.BITS} bits, over that by measured "
+        "importance; the workload with the least",
         "ours_vs_daf_published_step and _saved_at_budget: medians over the workloads on which both "
         "trained, at the same budget; not at equal gradient noise, which gradient_error shows",
         "saved_at_budget: bytes held for backward, as published ÷ ours, most of the timed steps; "

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from daf_bench.harness.method_runner import Way
 from daf_bench.harness.subprocess_channel import ContestantError
-from daf_bench.papers import equal_noise, in_turn
+from daf_bench.papers import equal_noise, eviction, in_turn
 from daf_bench.papers.equal_noise import Coded, bytes_at
 from daf_bench.papers.figures import figures_of
 from daf_bench.papers.run import PapersJob, run
@@ -80,6 +80,20 @@ def test_ours_holds_at_a_noise_what_lies_between_its_widths(error: float, nbytes
     assert bytes_at(error, ours, row["exact_bytes"]) == pytest.approx(nbytes)
 
 
+def eviction_row(workload: str) -> dict[str, Any]:
+    added = {"measured": 0.1, "uniform": 0.2, "shuffled": 0.3 if workload == "w6" else 0.25}
+    caps = [{"share": share, **added, "inverted": 0.5} for share in eviction.SHARES]
+    return {"part": "eviction", "workload": workload, "caps": caps}
+
+
+@pytest.mark.thorough
+def test_losing_the_planes_that_were_measured_to_matter_least_adds_least() -> None:
+    row = eviction.measured("w6", None, is_small=True)
+    for cap in row["caps"]:
+        assert 0.0 < cap["measured"] < min(cap["shuffled"], cap["inverted"])
+    assert eviction.gains([row], "shuffled")[0] > 1.0
+
+
 @pytest.mark.thorough
 def test_a_workload_is_measured_at_every_width_and_noise_falls_with_it() -> None:
     row = equal_noise.measured("w6", None, is_small=True)
@@ -103,6 +117,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[MadeUp]]:
 
         monkeypatch.setattr(in_turn, "Contender", start)
         monkeypatch.setattr(equal_noise, "measured", lambda name, *_, **__: noise_row(name))
+        monkeypatch.setattr(eviction, "measured", lambda name, *_, **__: eviction_row(name))
         return started
 
     return install
@@ -162,6 +177,8 @@ def test_medians_are_over_workloads_and_what_passes_a_budget_is_counted(made_up)
     assert result.figures["ours_vs_daf_published_saved_at_budget"] == 3.0
     assert result.figures["ours_vs_daf_published_saved"] == pytest.approx(20 / 15)
     assert result.figures["ours_vs_daf_published_step"] == OURS_MS / PUBLISHED_MS
+    assert result.figures["eviction_importance_gain"] == pytest.approx(2.5)
+    assert result.figures["eviction_inverted_over_measured"] == pytest.approx(5.0)
     assert result.figures["daf_published_runs"] == result.figures["compared"] == 2
     over = [{**row, "peak_bytes": 301 * MB} if "peak_bytes" in row else row for row in result.rows]
     figures = figures_of(over)
