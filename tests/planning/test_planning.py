@@ -22,7 +22,7 @@ from daf.planning.candidate import Candidate, noise_price_ms, with_margin, witho
 from daf.planning.mip import RELATIVE_GAP, Program
 from daf.planning.options import Allowed
 from daf.planning.planner import RIVAL_MS, RIVAL_SIZE, rival_of
-from daf.planning.policies import evicted
+from daf.planning.policies import evicted, times_of_sizes
 from daf.planning.search import Problem, Shape
 from daf.planning.table import Table, kept_selection, make_table
 
@@ -401,6 +401,9 @@ def test_sage_takes_pieces_down_to_the_knee_and_then_evicts() -> None:
     # Pieces of 2 and more run at nearly the same rate.
     measured = row_of(8, refusal="", micro_batch_ms=((1, 20.0), (2, 20.5), (4, 40.0), (8, 79.0)))
     assert policies.knee(measured) == 2
+    line = "micro-batches of 1, 2, 4, 8: █▄▄▄ 9.88 to 20 ms an example; knee 2"
+    assert times_of_sizes(measured) == [line]
+    assert times_of_sizes(replace(measured, micro_batch_ms=((8, 79.0),))) == []
     halved = planned.make_plan(measured, budget_at(measured, 0.55), policy="sage")
     assert (halved.policy.name, halved.micro_batch) == ("plain", 4)
     tight = planned.make_plan(measured, budget_at(measured, 0.15), policy="sage")

@@ -47,11 +47,11 @@ def plan_command(as_json: options.Json = False, **asked: Any) -> None:
 
 
 def _show(outline: dict[str, Any]) -> None:
-    console = Console()
-    console.print(f"plan: {outline['reason']}", highlight=False)
+    console = Console(highlight=False)
+    console.print(f"plan: {outline['reason']}")
     if outline["least_feasible_bytes"] is not None:
         least = format_bytes(outline["least_feasible_bytes"])
-        console.print(f"the least budget that could hold this job: {least}", highlight=False)
+        console.print(f"the least budget that could hold this job: {least}")
     if outline["account"] is not None:
         account = outline["account"].items()
         terms = ((name.replace("_", " "), format_bytes(size)) for name, size in account)
@@ -72,14 +72,12 @@ def _show_noise(console: Console, noise: dict[str, Any]) -> None:
     known = "measured" if noise["is_measured"] else "expected; nothing was measured"
     console.print(
         f"codes add {noise['added_noise']:.3g} of the batch's own gradient noise ({known}), of "
-        f"at most {noise['tolerance']:.3g}",
-        highlight=False,
+        f"at most {noise['tolerance']:.3g}"
     )
     if (bias := noise["squared_bias"]) is not None:
         console.print(
             f"of the gradient's square {bias:.4f} ± {noise['squared_bias_error']:.4f} are errors "
-            "that do not average out",
-            highlight=False,
+            "that do not average out"
         )
     rows = []
     for row in noise["sites"][:WORST_SITES]:

@@ -131,6 +131,16 @@ def knee(profile: Profile) -> int:
     return min(examples for examples, rate in rates.items() if rate >= KNEE_FRACTION * best)
 
 
+def times_of_sizes(profile: Profile | None) -> list[str]:
+    """Return a line that draws what an example takes in measured micro-batches; [] of one size."""
+    each = {} if profile is None else {n: ms / n for n, ms in profile.micro_batch_ms}
+    if profile is None or len(each) <= 1:
+        return []
+    drawn = "".join("▁▂▃▄▅▆▇█"[int(7 * ms / max(each.values()))] for ms in each.values())
+    spread = f"{min(each.values()):.3g} to {max(each.values()):.3g} ms an example"
+    return [f"micro-batches of {', '.join(map(str, each))}: {drawn} {spread}; knee {knee(profile)}"]
+
+
 def _without_codes(problem: Problem) -> Problem:
     """Return SAGE's problem: lossless treatments and replay only."""
     allowed = replace(problem.allowed, widths=(), release_gradients=False, must_release=False)

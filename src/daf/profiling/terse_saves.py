@@ -79,11 +79,7 @@ def _read(saved: Tensor | _Coded) -> Tensor:
 
 
 def _is_coded(tensor: Tensor) -> bool:
-    """Whether it may have a number for each example.
-
-    Whatever its size and strides, so that parts are coded alike: of one example, every first token
-    lies in one run of memory; of several, none does.
-    """
+    """Whether it may have a number for each example: of any strides, as parts have others."""
     is_plain = type(tensor) is Tensor and is_strided(tensor)
     is_number = is_plain and tensor.is_floating_point() and tensor.dim() > 0
     return is_number and not overlaps(_once(tensor))

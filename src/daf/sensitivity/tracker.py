@@ -61,7 +61,7 @@ PART, FIRST_PART = 4, 8  # a measurement takes this part of a batch, the first o
 SMALLEST_PART = 4  # examples
 _EFFORT = Effort()
 # Before the first step. A product's formula is whole; a normalisation's found a fifth of its error.
-_FIRST_EFFORT = Effort(local=0, others=2, bias=0)
+_FIRST_EFFORT = Effort(local=0, others=2)
 # The base pass, redraws, all micro-batches, redraws of one.
 PASSES = 1 + _EFFORT.local + _EFFORT.others + 2
 _BYTES_PER_NUMBER = 8

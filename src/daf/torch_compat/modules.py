@@ -40,7 +40,6 @@ class OwnHook:
         self._run = run
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """Run it."""
         return self._run(*given, **named)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:

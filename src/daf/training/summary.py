@@ -15,6 +15,7 @@ from daf.core.plan import Plan
 from daf.files.records import write_json, write_lines
 from daf.offload.host_codes import host_options
 from daf.planning.noise import expected_noise
+from daf.planning.policies import times_of_sizes
 from daf.pool.paged_pool import make_store
 from daf.session.session import Session
 from daf.step.dry_run import dry_run
@@ -47,7 +48,7 @@ def outline_of(job: TrainingJob, batch: Batch) -> dict[str, Any]:
         "bound_ms": plan.bound_ms,
         "least_feasible_bytes": session.least_feasible_bytes(),
         "release_gradients": plan.release_gradients,
-        "choices": [*plan.choices, *fusion],
+        "choices": [*plan.choices, *fusion, *times_of_sizes(session.profile)],
         "left_alone": _left_alone(session),
         "noise": _expected_noise_of(session, plan),
         "process_settings": list(session.settings),
