@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 
 #include "allocator/state.h"
 
@@ -117,6 +118,14 @@ void* resize_array(void* pointer, size_t bytes) {
   return moved;
 }
 
+// A kernel's array (`slow_conv2d_backward`'s columns) is scratch, too. `::operator delete` ends in
+// the C++ library's `free`, which is redirected.
+void* redirected_new(size_t bytes) {
+  void* pointer = nullptr;
+  const bool ours = takes_array(bytes) && !allocate(&pointer, small_alignment, bytes, true);
+  return ours ? pointer : ::operator new(bytes);
+}
+
 template <class Function>
 void* address_of(Function function) {
   return reinterpret_cast<void*>(function);
@@ -151,6 +160,8 @@ std::vector<Redirection> redirections() {
       {"strerror_r", {address_of(Refusals::words)}},
       {"malloc", {nullptr, nullptr, address_of(redirected_malloc)}},
       {"calloc", {nullptr, nullptr, address_of(redirected_calloc)}},
+      {"_Znwm", {nullptr, address_of(redirected_new)}},  // operator new, and new[]
+      {"_Znam", {nullptr, address_of(redirected_new)}},
   };
 }
 

@@ -9,7 +9,7 @@
 namespace daf::allocator {
 
 // Bits of `redirections`: calls that hand out our blocks; that may receive them; PyTorch's own.
-constexpr uint32_t births = 0b111000111, deaths = 0b000111000, tensors = 0b1;
+constexpr uint32_t births = 0b11111000111, deaths = 0b111000, tensors = 0b1;
 
 std::vector<Redirection> redirections();
 Library library_of(const char* path);

@@ -142,3 +142,20 @@ def test_pytorch_s_viewer_reads_a_snapshot() -> None:
     assert _memory_viz.trace(read).count("alloc") == 0
     for page in (_memory_viz.trace_plot(read), _memory_viz.segment_plot(read)):
         assert "snapshot.pickle" in page
+
+
+@pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
+def test_what_a_kernel_asks_of_operator_new_is_in_the_account() -> None:
+    """A convolution's columns: a U-Net's step was 20 MB over its budget by them."""
+    x, weight = torch.randn(1, 32, 256, 256), torch.randn(1, 32, 1, 1)
+    gradient, ones, needs = torch.randn(1, 1, 256, 256), [1, 1], [True, True, False]
+    with track() as tracking:
+        before = stats()["held_bytes.current"]
+        backward = torch.ops.aten._slow_conv2d_backward
+        found = backward(gradient, x, weight, ones, ones, [0, 0], needs)
+        assert stats()["held_bytes.peak"] - before >= 2 * x.nbytes  # its result, and the columns
+        assert stats()["overdrafts"] == 0
+        assert stats()["live_bytes.current"] < 1.5 * x.nbytes
+    assert tracking.peak_bytes >= 2 * x.nbytes
+    exact = torch.einsum("bohw,oi->bihw", gradient, weight[:, :, 0, 0])
+    torch.testing.assert_close(found[0], exact)

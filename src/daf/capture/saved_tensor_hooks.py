@@ -268,7 +268,6 @@ def _factor(saved: SavedTensor) -> tuple[Any, ...]:
 
 
 def _may_be_noise(saved: SavedTensor, tensor: Tensor, operator: str, call: Call) -> bool:
-    """True if this is a factor that a dropping operator made itself."""
     return (
         not tensor.requires_grad
         and saved.node is not None

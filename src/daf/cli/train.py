@@ -67,7 +67,6 @@ def train_command(
 
 
 def _given(ctx: typer.Context, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that stand on the command line."""
     sources = {name: ctx.get_parameter_source(name) for name in values}
     given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
     return {name: value for name, value in values.items() if name in given}

@@ -191,7 +191,6 @@ def cannot_redirect(problem: str) -> PlatformError:
 
 
 def _limit_of(claims: list[Claim]) -> int | None:
-    """Return the limit of all; None: no limit, or one that is lifted."""
     limit, overrun = None, 0
     for claim in claims:
         if claim.lifted:
@@ -201,7 +200,6 @@ def _limit_of(claims: list[Claim]) -> int | None:
 
 
 def _less(one: int | None, other: int | None) -> int | None:
-    """Return the lesser of two; None: no bound."""
     if one is None or other is None:
         return other if one is None else one
     return min(one, other)

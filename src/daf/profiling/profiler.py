@@ -263,7 +263,6 @@ class Profiler:
         return self._resident_bytes() + gradients + growing + MARGIN_BYTES
 
     def _kept_bytes(self, found: Observation, examples: int) -> float:
-        """Return the expected peak if everything is kept."""
         return self._expected(found, examples) + found.plain_bytes * examples / found.examples
 
     def _bytes_to_prove(self, found: Observation) -> int:

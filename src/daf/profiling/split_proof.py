@@ -281,7 +281,6 @@ def _middle(examples: int, least: int) -> int:
 
 
 def _length(parameter: Tensor) -> Tensor:
-    """Return the length of a parameter's gradient, float64."""
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros((), dtype=torch.float64, device=parameter.device)

@@ -233,7 +233,6 @@ def _read_in(node: Node) -> Iterator[Node]:
 
 
 def _steps_of(step: _Step) -> list[Operation]:
-    """Return the operations that a step runs, itself included."""
     return [each.operation for each in set(_read_in(step)) if isinstance(each, _Step)]
 
 

@@ -197,7 +197,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _written(function: Any, arguments: Any, keywords: Any) -> Iterator[Tensor]:
-    """Yield the tensors that an operation writes, by its schema."""
     for place, name in _written_places(function):
         given = arguments[place] if place < len(arguments) else keywords.get(name)
         yield from tensors_in_batch(given)

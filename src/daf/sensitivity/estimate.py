@@ -230,7 +230,6 @@ class _Measurement:
         return [part for part in cut if self._cut.size(part) == whole]
 
     def _sketch_micro_batches(self) -> list[Tensor]:
-        """Return micro-batches' gradients without codes."""
         parts, chunk_bytes = self._micro_batches(), self.policy.chunk_bytes
         if chunk_bytes and parts:
             share = self._cut.size(parts[0]) / self._cut.size(self.batch)

@@ -115,7 +115,6 @@ class Evaluation:
 
 
 def _in_parts(model: nn.Module, batch: Any, fn: LossFunction, way: _Way) -> Any:
-    """Return the joined results of a batch's parts."""
     parts = way.cut.parts(batch, way.examples) if way.cut != WHOLE else [batch]
     if len(parts) == 1:
         return fn(model, batch)

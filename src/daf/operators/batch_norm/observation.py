@@ -203,7 +203,6 @@ def _objection(seen: _Seen) -> str:
 
 
 def _may_wait(seen: _Seen) -> bool:
-    """True if it has readers, and all of them are known."""
     sums = (reader for reader in seen.readers if isinstance(reader, _Seen))
     return bool(seen.readers) and not _objection(seen) and all(map(_may_wait, sums))
 
