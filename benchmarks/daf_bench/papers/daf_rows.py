@@ -103,11 +103,11 @@ CODES = (
     PaperRow(
         DAF,
         "as published beside ours",
-        "benchmarks/daf_bench/papers/in_turn.py",
+        "benchmarks/daf_bench/papers/equal_noise.py",
         "daf bench papers --json",
         "no such comparison",
-        "at the same budget, not at the same noise: both fill the budget, and ours may cut the "
-        "batch",
+        "bytes at equal noise of the gradient, whole batches without a plan; steps at the same "
+        "budget, which both fill",
         (
             Ours("papers", "ours_vs_daf_published_saved", "bytes saved, published ÷ ours"),
             Ours("papers", "ours_vs_daf_published_step", "step, ours ÷ published"),
@@ -270,12 +270,16 @@ POOL = (
     PaperRow(
         DAF,
         "open question: the metric of importance",
-        "benchmarks/daf_bench/pool/eviction_error.py",
-        "daf bench pool --json",
+        "benchmarks/daf_bench/papers/eviction.py",
+        "daf bench papers --only w6,w3 --json",
         "accuracy collapses if what is important goes; which metric is best is open",
-        "the error of a halved cap is as predicted; uniform, shuffled and inverted importance in "
-        "training are not done",
-        (Ours("pool", "halved_gradient_error_vs_predicted", "gradient error ÷ predicted"),),
+        "the gradient's error on ResNet-20 and BERT-small, by measured, uniform, shuffled and "
+        "inverted importance; accuracy after training so is not measured",
+        (
+            Ours("papers", "eviction_importance_gain", "error added, shuffled ÷ measured, least"),
+            Ours("papers", "eviction_inverted_over_measured", "inverted ÷ measured"),
+            Ours("pool", "halved_gradient_error_vs_predicted", "of a halved cap ÷ predicted"),
+        ),
     ),
 )
 
