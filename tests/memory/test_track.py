@@ -14,7 +14,7 @@ from daf.core.errors import UnitError
 from daf.memory.allocation_log import track
 from daf.memory.history import History, snapshot
 from daf.memory.recycling_allocator import unsupported_reason
-from daf.memory.statistics import stats
+from daf.memory.statistics import reset_peaks, stats
 
 MIB = 2**20
 
@@ -150,12 +150,13 @@ def test_what_a_kernel_asks_of_operator_new_is_in_the_account() -> None:
     x, weight = torch.randn(1, 32, 256, 256), torch.randn(1, 32, 1, 1)
     gradient, ones, needs = torch.randn(1, 1, 256, 256), [1, 1], [True, True, False]
     with track() as tracking:
-        before = stats()["held_bytes.current"]
-        backward = torch.ops.aten._slow_conv2d_backward
+        before, overdrafts = stats()["held_bytes.current"], stats()["overdrafts"]
+        reset_peaks()
+        live, backward = stats()["live_bytes.current"], torch.ops.aten._slow_conv2d_backward
         found = backward(gradient, x, weight, ones, ones, [0, 0], needs)
         assert stats()["held_bytes.peak"] - before >= 2 * x.nbytes  # its result, and the columns
-        assert stats()["overdrafts"] == 0
-        assert stats()["live_bytes.current"] < 1.5 * x.nbytes
+        assert stats()["overdrafts"] == overdrafts
+        assert stats()["live_bytes.current"] - live < 1.5 * x.nbytes
     assert tracking.peak_bytes >= 2 * x.nbytes
     exact = torch.einsum("bohw,oi->bihw", gradient, weight[:, :, 0, 0])
     torch.testing.assert_close(found[0], exact)
