@@ -142,6 +142,14 @@ def rows_beside(out: Path | None) -> Path | None:
     return rows
 
 
+def run_kept(run: Callable[..., BenchResult], out: Path | None, *, as_json: bool) -> None:
+    """Run a long measurement under a bar, its rows kept beside ``out``, and tell its result."""
+    with counted_progress() as progress:
+        result = run(rows_beside(out), progress)
+    keep(result, out)
+    show(result, as_json=as_json)
+
+
 def keep(result: BenchResult, out: Path | None) -> None:
     """Write a result where that was asked."""
     if out is not None:

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from daf_bench.cli_output import (
-    JsonOption,
-    OnlyOption,
-    OutOption,
-    QuickOption,
-    counted_progress,
-    keep,
-    rows_beside,
-    show,
-)
+from daf_bench.cli_output import JsonOption, OnlyOption, OutOption, QuickOption, run_kept
 from daf_bench.start import run
 from daf_bench.start.child import TWO_LAYERS
 from daf_bench.workloads import named_workloads
@@ -34,7 +26,4 @@ def start_command(
         names = [each.strip() for each in only.split(",")]
         known = [n if n == TWO_LAYERS else named_workloads(n)[0] for n in names]
         job = replace(job, workloads=tuple(known))
-    with counted_progress() as progress:
-        result = run.run(job, rows_beside(out), progress)
-    keep(result, out)
-    show(result, as_json=as_json)
+    run_kept(partial(run.run, job), out, as_json=as_json)

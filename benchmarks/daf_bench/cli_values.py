@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from daf_bench.cli_output import (
-    JsonOption,
-    OnlyOption,
-    OutOption,
-    QuickOption,
-    counted_progress,
-    keep,
-    rows_beside,
-    show,
-)
+from daf_bench.cli_output import JsonOption, OnlyOption, OutOption, QuickOption, run_kept
 from daf_bench.values import run
 from daf_bench.workloads import named_workloads
 
@@ -28,7 +20,4 @@ def values_command(
     job = run.quick_job() if quick else run.ValuesJob()
     if only is not None:
         job = replace(job, workloads=named_workloads(only))
-    with counted_progress() as progress:
-        result = run.run(job, rows_beside(out), progress)
-    keep(result, out)
-    show(result, as_json=as_json)
+    run_kept(partial(run.run, job), out, as_json=as_json)

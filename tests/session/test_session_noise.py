@@ -30,6 +30,7 @@ from daf.memory.statistics import stats
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
 from daf.sensitivity import tracker as sensitivity_tracker
+from daf.sensitivity.estimate import Effort
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
 from daf.session.noise_controller import Response
 from daf.session.session import Session
@@ -278,6 +279,29 @@ def test_a_measurement_waits_until_it_is_within_two_hundredths_of_training() -> 
     # As long as that one lasted is what the next one is expected to.
     schedule.trained_ms = 0.0
     assert session.step(batch, cross_entropy).measuring_ms == 0.0
+
+
+def test_before_the_first_step_few_passes_measure_and_training_earns_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, Effort]] = []
+    measure = sensitivity_tracker.measure_sensitivity
+
+    def noted(*given: Any, effort: Effort, **named: Any) -> Sensitivity:
+        asked.append((len(given[2][1]), effort))
+        return measure(*given, effort=effort, **named)
+
+    monkeypatch.setattr(sensitivity_tracker, "measure_sensitivity", noted)
+    x, labels = images()
+    batch = x.repeat(4, *[1] * (x.dim() - 1)), labels.repeat(4)
+    with session_for(Branches(), roomy_budget() + 400_000_000, bits=2) as session:
+        session.prepare(batch, cross_entropy)
+        session.noise.tracker.schedule.trained_ms = 1e9
+        session.step(batch, cross_entropy)
+    (few, first), (more, later) = asked
+    assert (few, more) == (len(batch[1]) // 8, len(batch[1]) // 4)
+    assert later == Effort()
+    assert (first.local, first.others, first.bias) == (0, 2, later.bias)
 
 
 @needs_limit

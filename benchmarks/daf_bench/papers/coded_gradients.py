@@ -15,14 +15,13 @@ import daf
 from daf.step.microbatch import read_loss
 from daf_bench.harness.row_log import Row
 from daf_bench.harness.subprocess_channel import Child, serve
-from daf_bench.workloads import find_workload
-from daf_bench.workloads.sources import Sources
+from daf_bench.workloads import built_workload
 from daf_bench.workloads.trainable import Trainable
 
 
 def measured_by(module: str, workload: str, folder: Path | None, *, is_small: bool) -> Row:
     """Return what ``python -m module`` (``answer_with``) measures of a workload."""
-    what = {"workload": workload, "folder": folder and str(folder), "is_small": is_small}
+    what = {"name": workload, "folder": folder and str(folder), "is_small": is_small}
     child = Child(module, what, f"{workload}, {module}")
     try:
         return child.ask("measure")
@@ -33,12 +32,7 @@ def measured_by(module: str, workload: str, folder: Path | None, *, is_small: bo
 def answer_with(measure: Callable[[Trainable], Row]) -> None:
     """Be that process: build what the argument names, and measure it when asked."""
     what: dict[str, Any] = json.loads(sys.argv[1])
-    serve(lambda _command: measure(_built(**what)))
-
-
-def _built(workload: str, folder: str | None, is_small: bool) -> Trainable:
-    sources = Sources(None if folder is None else Path(folder))
-    return find_workload(workload).load(sources, is_small).build()
+    serve(lambda _command: measure(built_workload(**what)))
 
 
 def gradient(work: Trainable, way: daf.compress) -> Tensor:

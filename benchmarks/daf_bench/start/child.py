@@ -9,7 +9,6 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,11 +21,10 @@ import daf
 from daf.core.errors import BudgetError
 from daf.core.step_report import StepReport
 from daf.memory import process_memory
-from daf.step.microbatch import read_loss
 from daf.training.task import Indices
+from daf_bench.harness.peer_methods import plain_step
 from daf_bench.harness.subprocess_channel import serve
-from daf_bench.workloads import find_workload
-from daf_bench.workloads.sources import Sources
+from daf_bench.workloads import built_workload
 from daf_bench.workloads.trainable import Loaded, Trainable, momentum
 
 TWO_LAYERS = "two layers"
@@ -70,8 +68,7 @@ def built(start: Start) -> Trainable:
     """The workload, ready to train."""
     if start.workload == TWO_LAYERS:
         return _two_layers().build()
-    folder = None if start.folder is None else Path(start.folder)
-    return find_workload(start.workload).load(Sources(folder), start.is_small).build()
+    return built_workload(start.workload, start.folder, is_small=start.is_small)
 
 
 def answer(work: Trainable, start: Start, command: str, steps: str) -> dict[str, Any]:
@@ -91,10 +88,7 @@ def _plainly(work: Trainable, steps: int) -> dict[str, Any]:
     taken_ms = []
     for step in range(1 + steps):
         batch, start_s = work.batch(step), time.perf_counter()
-        work.optimizer.zero_grad()
-        size = work.order.batch_size
-        read_loss(work.task.loss(work.model, batch), size).mean.backward()  # type: ignore[no-untyped-call]
-        work.optimizer.step()
+        plain_step(work.model, work.optimizer, batch, work.task.loss)
         taken_ms.append(1000.0 * (time.perf_counter() - start_s))
     return {"plain_ms": median(taken_ms[1:]), "peak_bytes": process_memory.peak_bytes()}
 
@@ -102,10 +96,12 @@ def _plainly(work: Trainable, steps: int) -> dict[str, Any]:
 def _in_session(work: Trainable, budget_bytes: int, steps: int) -> dict[str, Any]:
     """Time from the session's making on: to the first step's end, of a short run, and steady.
 
+    Its code is imported before.
     ``steps`` count as steady once the session tries no other plan, or ``MOST_UNSETTLED`` later.
     """
+    make_session = daf.Session
     batch, start_s = work.batch(0), time.perf_counter()
-    session = daf.Session(work.model, work.optimizer, budget_bytes)
+    session = make_session(work.model, work.optimizer, budget_bytes)
     session.step(batch, work.task.loss)
     first_ms = 1000.0 * (time.perf_counter() - start_s)
     run, reports = [first_ms], []

@@ -18,12 +18,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from daf.core.errors import UnknownNameError
 from daf_bench.workloads.images import ImageShape, load_images, load_speaker
 from daf_bench.workloads.sources import Sources
 from daf_bench.workloads.texts import load_decoder, load_encoder
-from daf_bench.workloads.trainable import Loaded
+from daf_bench.workloads.trainable import Loaded, Trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,16 @@ def find_workload(name: str) -> Workload:
     near = difflib.get_close_matches(name.lower(), WORKLOADS, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UnknownNameError(f"unknown workload {name!r}; {hint}Known: {', '.join(WORKLOADS)}")
+
+
+def built_workload(name: str, folder: str | None, *, is_small: bool) -> Trainable:
+    """The workload called ``name``, ready to train, with the data in ``folder`` if there is one.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    sources = Sources(None if folder is None else Path(folder))
+    return find_workload(name).load(sources, is_small).build()
 
 
 def named_workloads(names: str) -> tuple[str, ...]:

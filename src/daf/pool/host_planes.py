@@ -206,7 +206,6 @@ class HostStore(RecordStore[Record]):
                 record.arriving = None  # home comes after the reader, which came after the copy
 
     def _words_on_host(self, record: Record) -> Tensor:
-        """Return its words, waiting for the thread that packs them."""
         if record.host is None:
             assert record.packing is not None
             record.host = record.packing.result()

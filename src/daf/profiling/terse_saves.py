@@ -30,6 +30,7 @@ class _Codes:
 
     content: Tensor
     source: Source  # whose address no other storage gets meanwhile
+    layout: Layout  # of the first tensor that they are of
 
 
 _Coded = tuple[_Codes, Layout, torch.Size]  # its numbers once, and the shape that repeats them
@@ -45,12 +46,13 @@ def terse_saves(external: Iterator[Tensor]) -> AbstractContextManager[None]:
             return tensor
         once = _once(tensor)
         source, key = sources.of(tensor), content_key(once, tensor._version)
-        dense = once if is_dense(once) else once.contiguous()
         codes = source.recall(key, _Codes)
         if codes is None:
-            codes = _Codes(_in_chunks(_exponents, in_memory_order(dense), torch.int8), source)
+            dense = once if is_dense(once) else once.contiguous()
+            content = _in_chunks(_exponents, in_memory_order(dense), torch.int8)
+            codes = _Codes(content, source, layout_of(dense))
             source.remember(key, codes)
-        return codes, layout_of(dense), tensor.shape
+        return codes, layout_of(once) if is_dense(once) else codes.layout, tensor.shape
 
     return saved_tensor_hooks(pack, _read)
 

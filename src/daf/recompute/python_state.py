@@ -289,7 +289,6 @@ def _globals_named(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
 
 @lru_cache(maxsize=1024)
 def _names(code: CodeType) -> tuple[str, ...]:
-    """Return the names that code, and functions made in it, look up."""
     inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
     return code.co_names + tuple(chain.from_iterable(inner))
 

@@ -60,7 +60,7 @@ MEASURED_UNDER = coded_policy(MEASURED_BITS, score_bits=LEAST_SCORE_BITS)
 PART, FIRST_PART = 4, 8  # a measurement takes this part of a batch, the first one's of large ones
 SMALLEST_PART = 4  # examples
 _EFFORT = Effort()
-# Before the first step. A product's formula is whole; a normalisation's found a fifth of its error.
+# Before the first step. A product's formula is whole; a normalisation's leaves out what passes on.
 _FIRST_EFFORT = Effort(local=0, others=2)
 # The base pass, redraws, all micro-batches, redraws of one.
 PASSES = 1 + _EFFORT.local + _EFFORT.others + 2

@@ -1,0 +1,18 @@
+"""How often a small step is timed."""
+
+from __future__ import annotations
+
+import pytest
+
+from daf.profiling.small_steps import LONG_MS, MOST_RUNS, fastest_ms
+
+
+@pytest.mark.parametrize(
+    ("took_ms", "runs"), [((LONG_MS, 1.0), 1), ((LONG_MS - 1.0, 50.0), 2), ((1.0,) * 99, MOST_RUNS)]
+)
+def test_a_long_step_is_timed_once_and_a_short_one_often(
+    took_ms: tuple[float, ...], runs: int
+) -> None:
+    left = list(took_ms)
+    assert fastest_ms(lambda: left.pop(0)) == min(took_ms[:runs])
+    assert len(took_ms) - len(left) == runs
