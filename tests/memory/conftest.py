@@ -16,14 +16,17 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def account_left_empty() -> Iterator[None]:
-    """Fail a test that leaves an allocator, or a block that an allocator handed out."""
+    """Fail a test that leaves an allocator, or a block that an allocator handed out.
+
+    What libraries keep for good since an earlier test is theirs (Lightning: 91 blocks of 258 kB).
+    """
     collect()
-    assert large_blocks() == []  # of the tests before
+    before = sorted(large_blocks())
     yield
     collect()
     assert not native.is_installed()
-    assert large_blocks() == []
-    assert stats()["live_blocks.large"] == 0
+    assert sorted(large_blocks()) == before
+    assert stats()["live_blocks.large"] == len(before)
     native.refresh()
 
 
