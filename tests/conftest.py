@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-os.environ["DAF_CACHE"] = tempfile.mkdtemp(prefix="daf-cache-")
+os.environ["DAF_CACHE"] = ""  # no test begins with what another one measured
 
 from checkout import write_entry_points
 from made_up import Tree
@@ -25,11 +23,6 @@ from daf.memory.recycling_allocator import unsupported_reason
 from daf.saved_tensors import packer
 
 write_entry_points()
-
-
-def pytest_unconfigure() -> None:
-    """Leave nothing in the folder of temporary files."""
-    shutil.rmtree(os.environ["DAF_CACHE"], ignore_errors=True)
 
 
 def poisoned_empty(layout: Layout) -> Tensor:

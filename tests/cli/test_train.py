@@ -55,6 +55,19 @@ def lines(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def test_a_second_run_begins_with_what_the_first_one_measured(
+    daf: Daf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DAF_CACHE", str(tmp_path / "kept"))
+    budget = room_here()
+    began = []
+    for out, more in (("one", []), ("two", []), ("three", ["--no-cache"])):
+        ran = daf(*options("tiny_models:classifier", out, budget=budget), *more, "--json")
+        assert ran.code == 0, ran.err
+        began.append(ran.json["began_warm"])
+    assert began == [False, True, False]
+
+
 def test_a_run_within_a_budget_leaves_everything_it_promises(daf_process: Daf) -> None:
     ran = daf_process(*options("tiny_models:tells_of_itself", budget="1GB", max_steps=3), "--json")
     assert ran.code == 0, ran.err

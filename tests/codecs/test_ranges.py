@@ -128,11 +128,11 @@ def test_the_fastest_is_taken_and_kept_for_the_next_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     times = Times(monkeypatch, hybrid=0.5e-3)
-    chooses = Ranges(tmp_path / "strategies.json")
+    chooses = Ranges(tmp_path)
     tensor = torch.randn(LARGE)
     assert chooses.strategy_for(tensor) == "hybrid"
     assert set(times.measured) == set(STRATEGIES)
-    again = Ranges(tmp_path / "strategies.json")
+    again = Ranges(tmp_path)
     times.measured.clear()
     assert again.strategy_for(tensor) == "hybrid"
     assert times.measured == []  # the file knew
@@ -274,18 +274,3 @@ def test_a_dropout_s_noise_is_looked_at_by_the_chosen_strategy(
         assert len(masks) == 1
         assert bool(times.measured) == (step_index == 0)
     assert times._asked == "tree"
-
-
-def test_choices_are_kept_where_caches_are_and_nowhere_if_nothing_can_be_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("DAF_CACHE", str(tmp_path / "here"))
-    assert ranges.default_cache() == tmp_path / "here" / "strategies.json"
-    monkeypatch.delenv("DAF_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "users"))
-    monkeypatch.setattr(ranges.sys, "platform", "linux")
-    assert ranges.default_cache() == tmp_path / "users" / "daf" / "strategies.json"
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("DAF_CACHE", str(tmp_path / "file" / "below"))
-    assert ranges.default_cache() is None
-    assert PYTORCH in STRATEGIES

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up_strategies import COMPILING, NAMES, TABLES, Input, Machine
 
 from daf.core.errors import KernelError
+from daf.files.cache import kept
 from daf.kernels.autotune import CALIBRATION_SECONDS, HOPELESS, MARGIN, Chooser, calibrate
 
 
@@ -40,7 +39,7 @@ def test_compiling_is_neither_a_sample_nor_within_the_limit(seconds) -> None:
 
 def test_a_fresh_device_does_not_choose_by_compile_times(tmp_path) -> None:
     """Every kind of run compiles for 0.6 s; the file has what they take afterwards."""
-    path = tmp_path / "reduce.json"
+    path = tmp_path / "gpu.json"
     seconds = {"tree": 4e-4, "atomics": 9e-4, "hybrid": 2e-4}
     of_part = dict.fromkeys(NAMES, 1e-5)
     for machine in (
@@ -48,10 +47,11 @@ def test_a_fresh_device_does_not_choose_by_compile_times(tmp_path) -> None:
         Machine(seconds, of_part, compiling=COMPILING),
     ):
         path.unlink(missing_ok=True)
-        chooser = Chooser("gpu", NAMES, path, machine.clock)
+        chooser = Chooser("gpu", NAMES, tmp_path, machine.clock)
         assert chooser.choose("class", Input(machine)) == "hybrid"
-        kept = json.loads(path.read_text())["gpu"]["class"]
-        assert kept == {"seconds": pytest.approx(seconds), "chosen": "hybrid"}
+        found = kept(tmp_path, "gpu")
+        assert found is not None
+        assert found["class"] == {"seconds": pytest.approx(seconds), "chosen": "hybrid"}
 
 
 def test_large_inputs_are_chosen_for_within_the_limit_on_the_wall() -> None:
@@ -122,7 +122,7 @@ def test_nothing_to_choose_from_is_refused() -> None:
 
 @pytest.mark.parametrize(("tree", "chosen"), [(1 + MARGIN / 2, "tree"), (1 + 2 * MARGIN, "hybrid")])
 def test_the_usual_strategy_is_left_for_a_clear_margin_alone(tmp_path, tree, chosen) -> None:
-    path = tmp_path / "reduce.json"
+    path = tmp_path
     machine = Machine({"tree": tree * 1e-3, "atomics": 5e-3, "hybrid": 1e-3})
     assert Chooser("one", NAMES, path).choose("class", Input(machine, "tree")) == chosen
     again = Machine(machine.seconds)
@@ -134,12 +134,12 @@ def test_the_usual_strategy_is_left_for_a_clear_margin_alone(tmp_path, tree, cho
 
 
 def test_the_cache_file_serves_the_next_process_and_other_devices(tmp_path) -> None:
-    path = tmp_path / "cache" / "reduce.json"
+    path = tmp_path
     machine = Machine({"tree": 3.0, "atomics": 2.0, "hybrid": 1.0})
     assert Chooser("one", NAMES, path).choose("class", Input(machine)) == "hybrid"
     other = Machine({"tree": 1, "atomics": 2, "hybrid": 3})
-    Chooser("two", NAMES, path).choose("class", Input(other))
-    assert set(json.loads(path.read_text())) == {"one", "two"}
+    Chooser("two, 4 threads", NAMES, path).choose("class", Input(other))
+    assert {each.stem for each in path.iterdir()} == {"one", "two-4-threads"}
     again = Machine(machine.seconds)
     assert Chooser("one", NAMES, path).choose("class", Input(again)) == "hybrid"
     assert again.ran == []
@@ -148,29 +148,9 @@ def test_the_cache_file_serves_the_next_process_and_other_devices(tmp_path) -> N
     assert fewer.ran != []
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"tree": 1.0, "atomics": 0.6, "hybrid": 0.7},  # of an older version: compile times, perhaps
-        {"seconds": 3.0, "chosen": "tree"},
-        {"seconds": {"tree": 1.0, "atomics": 0.6, "hybrid": 0.7}, "chosen": "sieve"},
-        [],
-    ],
-)
-def test_entries_that_say_something_else_are_measured_anew(tmp_path, entry) -> None:
-    path = tmp_path / "reduce.json"
-    path.write_text(json.dumps({"one": {"class": entry}}))
-    machine = Machine({"tree": 3e-3, "atomics": 2e-3, "hybrid": 1e-3})
-    assert Chooser("one", NAMES, path).choose("class", Input(machine)) == "hybrid"
-    assert json.loads(path.read_text())["one"]["class"]["chosen"] == "hybrid"
-
-
-def test_a_broken_cache_file_is_told_of_and_replaced(tmp_path) -> None:
-    path = tmp_path / "reduce.json"
-    path.write_text("{")
-    with pytest.warns(UserWarning, match="measuring anew"):
-        chooser = Chooser("one", ("tree",), path)
-    with pytest.warns(UserWarning, match="measuring anew"):
-        assert chooser.choose("class", Input(Machine({"tree": 1.0}))) == "tree"
-    kept = {"seconds": {"tree": 1.0}, "chosen": "tree"}
-    assert json.loads(path.read_text()) == {"one": {"class": kept}}
+def test_a_broken_cache_file_is_told_of_and_replaced(tmp_path, caplog) -> None:
+    (tmp_path / "one.json").write_text("{")
+    chooser = Chooser("one", ("tree",), tmp_path)
+    assert "measured anew" in caplog.text
+    assert chooser.choose("class", Input(Machine({"tree": 1.0}))) == "tree"
+    assert kept(tmp_path, "one") == {"class": {"seconds": {"tree": 1.0}, "chosen": "tree"}}

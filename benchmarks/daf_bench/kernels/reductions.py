@@ -86,7 +86,7 @@ def run(job: ReduceJob, on_progress: Progress = lambda _: None) -> BenchResult:
     """
     device, rows = torch.device(job.device), []
     with tempfile.TemporaryDirectory() as folder:
-        ranges = Ranges(Path(folder) / "strategies.json")
+        ranges = Ranges(Path(folder))
         for shape in job.shapes:
             on_progress(str(shape))
             values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)

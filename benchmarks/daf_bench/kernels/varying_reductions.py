@@ -115,13 +115,14 @@ def varying_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def _ways(folder: Path, tensors: list[Tensor], threads: set[int]) -> dict[str, Way]:
     """Make every choice now, on a machine at rest; *kept* and *retimed* begin with the same."""
-    first, second = folder / "kept.json", folder / "retimed.json"
+    first, second = folder / "kept", folder / "retimed"
+    first.mkdir()
     for count in threads:
         torch.set_num_threads(count)
         beginning = Ranges(first)
         for tensor in tensors:
             beginning.strategy_for(tensor, _cut(tensor))
-    shutil.copy(first, second)
+    shutil.copytree(first, second)
     kept, retimed = Ranges(first), Ranges(second, RetimingChooser)
     return {
         KEPT: _reduces_by(lambda tensor: kept.strategy_for(tensor, _cut(tensor))),

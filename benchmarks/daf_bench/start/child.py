@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -35,12 +36,13 @@ MOST_UNSETTLED = 40  # steps after the run, while a session still tries plans
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What one process trains, and within which budget (None: plainly)."""
+    """What one process trains, within which budget (None: plainly), and where it keeps caches."""
 
     workload: str
     folder: str | None
     is_small: bool
     budget_bytes: int | None = None
+    cache: str = ""
 
 
 class _Blobs:
@@ -120,6 +122,7 @@ def _in_session(work: Trainable, budget_bytes: int, steps: int) -> dict[str, Any
         "steps_until_settled": RUN_STEPS + unsettled,
         "is_settled": session.is_settled,
         "measuring_share": sum(each.measuring_ms for each in reports) / after_ms,
+        "began_warm": session.began_warm,
         "peak_bytes": session.peak_bytes,
         "micro_batch": reports[-1].micro_batch,
     }
@@ -133,5 +136,6 @@ def _timed(session: daf.Session, work: Trainable, step: int, reports: list[StepR
 
 if __name__ == "__main__":
     START = Start(**json.loads(sys.argv[1]))
+    os.environ["DAF_CACHE"] = START.cache
     WORK = built(START)
     serve(lambda command, steps: answer(WORK, START, command, steps))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -70,23 +71,24 @@ def run(
 
 def _row(job: StartJob, name: str, share: float) -> Row:
     row: Row = {"workload": name, "share": share, "refused": False}
-    try:
-        plain = _trained(job, name, None)
-        budget_bytes = int(share * plain["peak_bytes"])
-        cold = _trained(job, name, budget_bytes)
-        if "least_bytes" in cold:
-            row["refused"], budget_bytes = True, cold["least_bytes"]
-            cold = _trained(job, name, budget_bytes)
-        warm = _trained(job, name, budget_bytes)
-    except ContestantError as error:
-        return row | {"failed": str(error)}
+    with TemporaryDirectory() as cache:
+        try:
+            plain = _trained(job, name, None)
+            budget_bytes = int(share * plain["peak_bytes"])
+            cold = _trained(job, name, budget_bytes, cache)
+            if "least_bytes" in cold:
+                row["refused"], budget_bytes = True, cold["least_bytes"]
+                cold = _trained(job, name, budget_bytes, cache)
+            warm = _trained(job, name, budget_bytes, cache)
+        except ContestantError as error:
+            return row | {"failed": str(error)}
     row |= {"plain_ms": plain["plain_ms"], "plain_peak_bytes": plain["peak_bytes"]}
     return row | {"budget_bytes": budget_bytes, "cold": cold, "warm": warm}
 
 
-def _trained(job: StartJob, name: str, budget_bytes: int | None) -> dict[str, Any]:
+def _trained(job: StartJob, name: str, budget_bytes: int | None, cache: str = "") -> dict[str, Any]:
     folder = None if job.sources.folder is None else str(job.sources.folder)
-    start = Start(name, folder, job.is_small, budget_bytes)
+    start = Start(name, folder, job.is_small, budget_bytes, cache)
     child = Child("daf_bench.start.child", asdict(start), f"{name} within {budget_bytes}")
     try:
         return child.ask("train", job.steps)

@@ -80,7 +80,6 @@ def _levels(version: int, path: str, mount: PurePosixPath, mounted: str) -> list
 
 
 def _mounts(system: System) -> dict[int, tuple[PurePosixPath, str]]:
-    """Return, per version, the mount point and the group that its top shows."""
     text = system.read("/proc/self/mountinfo")
     if text is None:
         return {version: (place, "/") for version, place in _DEFAULT_MOUNTS.items()}

@@ -1,28 +1,4 @@
-"""Capture: autograd holds codes instead of saved tensors.
-
-A session names its policy, step and micro-batch (any other loop uses ``compress``)::
-
-    capture = Capture(model)
-    with capture.step(policy, seed=0, step_index=7, micro_index=0, batch=batch):
-        loss = ...
-    loss.backward()
-    capture.stats      # CaptureStats: plain and held bytes, now and at peak over the step
-    capture.sites()    # SiteReport for every site of the step
-
-``saved_tensors_hooks`` shows every tensor that autograd saves, and a function mode shows when the
-operator that saves it returns. By then the autograd node exists, and its name and slots say what
-its backward will read (``backward_rules``); the policy turns that need into a treatment
-(``packer``). Tensors saved outside any known operator (custom ``autograd.Function``) are kept;
-integers and booleans are packed without loss. Replayed calls hold their inputs only (``replay``).
-
-Gradients under ``rotated`` and ``minmax`` codes are unbiased where a tensor enters them once and
-linearly, and under codes of a smooth activation's derivative. Behind a normalisation the squared
-bias measured stays below 0.0003 of the gradient's square at 2 bits. Second derivatives through
-coded tensors are those of the decoded values.
-
-Tensors on a GPU are coded there where Triton is installed; those on other devices are kept, and so
-is what ``torch.func``'s transforms save, which refuse hooks.
-"""
+"""Capture: autograd holds codes instead of saved tensors."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Modules that ``torch.compile`` runs: DAF's modes and hooks stay out of what it traces.
-
-A compiled module is one operator to DAF. What its backward saves arrives at the saved-tensor hooks
-and is kept, packed or spilled, since only the compiler knows what reads it. DAF's function modes
-and module hooks would be traced into the graphs, and hooks that run meanwhile would be compiled, so
-none of these are active inside. Functions compiled by themselves cannot be found: they run eagerly.
-
-Nothing here imports the compiler (70 MB) where it is not loaded: then nothing is compiled.
-"""
+"""Modules that ``torch.compile`` runs: DAF's modes and hooks stay out of what it traces."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""``daf.compress``: capture in anybody's training loop.
-
-A ``with`` statement around the forward pass and the loss; backward may run inside or after it::
-
-    with daf.compress(model, bits=2):
-        loss = loss_fn(model(x), y)
-    loss.backward()
-"""
+"""``daf.compress``: capture in anybody's training loop."""
 
 from __future__ import annotations
 

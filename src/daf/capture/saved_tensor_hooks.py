@@ -209,7 +209,6 @@ class SavedTensorHooks:
         saved.settle(held, plain)
 
     def _plain(self, saved: SavedTensor, sources: tuple[Source, ...]) -> tuple[Plain, ...]:
-        """Count what plain PyTorch would hold for this."""
         if saved.unmade_bytes is None:
             return tuple(source.plain() for source in sources)
         return (Plain(self._state.ledger, Unmade(saved.unmade_bytes, sources)),)
@@ -262,7 +261,6 @@ def _is_factor(saved: SavedTensor) -> bool:
 
 
 def _factor(saved: SavedTensor) -> tuple[Any, ...]:
-    """Return the key of a factor's content among all that was saved of its storage."""
     assert saved.tensor is not None
     return "factor", *content_key(saved.tensor, saved.version)
 

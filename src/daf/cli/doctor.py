@@ -158,7 +158,6 @@ def _memory() -> dict[str, Any]:
 
 
 def _gpu(index: int) -> dict[str, Any]:
-    """Return a GPU's name, total bytes, and bytes that this process could allocate now."""
     (bound,) = gpu_bound(
         lambda: torch.cuda.mem_get_info(index), lambda: torch.cuda.memory_reserved(index)
     )

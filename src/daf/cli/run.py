@@ -104,7 +104,6 @@ def _tell(text: str) -> None:
 def _counted(
     limit: str | None, cap: str | None, history: Path | None, *, as_json: bool
 ) -> Iterator[None]:
-    """Count the tensors of what runs inside, and tell at the end."""
     tracking = None
     try:
         with track(limit=limit, cap=cap, history=history is not None) as tracking:

@@ -73,7 +73,6 @@ def _given(ctx: typer.Context, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _say_what_is_imported(folder: RunFolder, settings: TrainSettings) -> None:
-    """Name the code that a run's folder, perhaps another's, is about to run."""
     for names, reference in ((MODELS, settings.model), (DATA, settings.data)):
         origin = names.origin(reference)
         if origin is not None:

@@ -9,8 +9,6 @@ and size. Timing again while training does not pay (``daf bench reduce --varying
 from __future__ import annotations
 
 import math
-import os
-import sys
 import threading
 import time
 import warnings
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from daf.codecs.layout import in_memory_order, is_dense
 from daf.codecs.ranged import WHOLE, Cut
+from daf.files.cache import cache_folder
 from daf.kernels import RangeStrategy
 from daf.kernels.autotune import Chooser
 from daf.kernels.backend import is_codable
@@ -32,7 +31,6 @@ from daf.kernels.devices import backend_of, can_code_on, is_processor
 
 PYTORCH = "pytorch"
 STRATEGIES = (*(strategy.name.lower() for strategy in RangeStrategy), PYTORCH)
-CACHE_VARIABLE = "DAF_CACHE"
 LEAST_ELEMENTS = 1 << 16  # below this, choosing takes as long as reducing
 PART_ELEMENTS = 1 << 20  # the part of a larger tensor that all strategies are tried on
 MOST_ELEMENTS = 1 << 23  # that strategies are timed on by a processor; more would tell the same
@@ -179,22 +177,6 @@ def _device_name(device: torch.device, threads: int) -> str:
     return f"{device.type}, {threads} threads"
 
 
-def default_cache() -> Path | None:
-    """Return ``strategies.json`` in ``$DAF_CACHE`` or the user's caches; None: not writable."""
-    try:
-        folder = Path(os.environ.get(CACHE_VARIABLE) or _users_caches() / "daf")
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # a user without a home
-        return None
-    return folder / "strategies.json" if os.access(folder, os.W_OK) else None
-
-
-def _users_caches() -> Path:
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
-
 def _by_pytorch(tensor: Tensor, cut: Cut) -> Ends:
     items = in_memory_order(tensor) if is_dense(tensor) else tensor  # others are copied first
     if cut == WHOLE:
@@ -229,4 +211,4 @@ def _wait_for(device: torch.device) -> None:
 @cache
 def ours() -> Ranges:
     """Return this process's ranges."""
-    return Ranges(default_cache())
+    return Ranges(cache_folder("strategies"))

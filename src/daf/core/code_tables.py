@@ -64,7 +64,6 @@ _TABLE_CELLS = 16
 
 @cache
 def _integer_thresholds(bits: int) -> tuple[int, ...]:
-    """Return positive thresholds of coefficients without their lower bits."""
     return tuple(round(_COEFFICIENT_UNIT * threshold) for threshold in lloyd_max(bits)[0])
 
 
@@ -76,7 +75,6 @@ def _merged_cells(bits: int, kept_bits: int) -> list[tuple[float, float]]:
 
 @cache
 def _positive_levels(bits: int, kept_bits: int) -> tuple[int, ...]:
-    """Return the merged cells' centroids, on the integer grid of least error."""
     centroids = [_centroid(*cell) for cell in _merged_cells(bits, kept_bits)]
     candidates = [
         tuple(round(greatest * value / centroids[-1]) for value in centroids)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
 
 
 class Markup(str):
     """Text that is already markup and is not escaped again."""
 
     __slots__ = ()
+
+
+def _escaped(text: str) -> str:
+    from html import escape  # half a megabyte, which a training process would hold unused
+
+    return escape(text)
 
 
 def element(tag: str, *children: str, **attributes: str | float | None) -> Markup:
@@ -20,7 +25,7 @@ def element(tag: str, *children: str, **attributes: str | float | None) -> Marku
     """
     written = "".join(
         f" {name.rstrip('_').replace('_', '-')}"
-        + (f'="{escape(str(value))}"' if value != "" else "")
+        + (f'="{_escaped(str(value))}"' if value != "" else "")
         for name, value in attributes.items()
         if value is not None
     )
@@ -29,7 +34,9 @@ def element(tag: str, *children: str, **attributes: str | float | None) -> Marku
 
 def joined(*children: str) -> Markup:
     """Return the children concatenated, escaped where they are not markup."""
-    return Markup("".join(each if isinstance(each, Markup) else escape(each) for each in children))
+    return Markup(
+        "".join(each if isinstance(each, Markup) else _escaped(each) for each in children)
+    )
 
 
 def quiet(text: str) -> Markup:

@@ -247,7 +247,6 @@ class BudgetedTrainer(Trainer):  # type: ignore[misc]
         return session
 
     def _show(self, report: StepReport) -> None:
-        """Show memory against budget at the host's own bar."""
         for each in self.callback_handler.callbacks:
             if (bar := getattr(each, "training_bar", None)) is not None:
                 bar.set_postfix_str(gauge(report), refresh=False)

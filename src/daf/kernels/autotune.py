@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import statistics
+import re
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+import numpy as np
 
 from daf.core.errors import KernelError
+from daf.files.cache import keep, kept
 
 Clock = Callable[[], float]
 
@@ -74,7 +74,7 @@ def calibrate(
             taken = trial.seconds(name) if name in samples else first_run(name, trial)
             samples.setdefault(name, []).append(taken)
             slowest = max(slowest, taken)
-    seconds = {name: statistics.median(taken) for name, taken in samples.items()}
+    seconds = {name: float(np.median(taken)) for name, taken in samples.items()}
     pace = max((each / of_part[name] for name, each in seconds.items()), default=1.0)
     return {name: seconds.get(name, pace * each) for name, each in of_part.items()}
 
@@ -94,14 +94,13 @@ class Chooser:
         self,
         device: str,
         strategies: Sequence[str],
-        cache: Path | None = None,
+        folder: Path | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self._device = device
-        self._strategies = tuple(strategies)
-        self._cache = cache
-        self._clock = clock
-        self._choices = self._read()
+        self._name = re.sub(r"\W+", "-", device)
+        self._strategies, self._folder, self._clock = tuple(strategies), folder, clock
+        found = (kept(folder, self._name) if folder else None) or {}
+        self._choices = {name: Choice(**found[name]) for name in found}
 
     def choose(self, shape_class: str, trial: Trial) -> str:
         """Return the strategy for one call; the first call of a class tries them all."""
@@ -109,7 +108,8 @@ class Chooser:
 
     def choice_for(self, shape_class: str, trial: Trial) -> Choice:
         """Return the choice with the seconds behind it; benchmarks time it again from there."""
-        if shape_class not in self._choices:
+        known = self._choices.get(shape_class)
+        if known is None or known.seconds.keys() != {*self._strategies}:  # of other strategies
             seconds = calibrate(self._strategies, trial, clock=self._clock)
             best, usual = min(seconds, key=seconds.__getitem__), trial.usual()
             if usual is not None and not seconds[best] < seconds[usual] * (1 - MARGIN):
@@ -118,43 +118,7 @@ class Chooser:
             self._write()
         return self._choices[shape_class]
 
-    def _read(self) -> dict[str, Choice]:
-        """Return this device's classes whose entry covers exactly these strategies."""
-        found = self._whole_file().get(self._device, {})
-        if not isinstance(found, dict):
-            return {}
-        return {name: Choice(**entry) for name, entry in found.items() if self._is_ours(entry)}
-
-    def _is_ours(self, entry: Any) -> bool:
-        """True if valid; older versions kept only seconds, some of them of compiling."""
-        if not isinstance(entry, dict) or set(entry) != {"seconds", "chosen"}:
-            return False
-        is_whole = isinstance(entry["seconds"], dict) and entry["chosen"] in entry["seconds"]
-        return is_whole and set(entry["seconds"]) == set(self._strategies)
-
-    def _whole_file(self) -> Mapping[str, Any]:
-        if self._cache is None or not self._cache.exists():
-            return {}
-        try:
-            content = json.loads(self._cache.read_text())
-        except (ValueError, OSError) as problem:
-            warnings.warn(
-                f"{self._cache} is no cache of DAF ({problem}); measuring anew", stacklevel=3
-            )
-            return {}
-        return content if isinstance(content, dict) else {}
-
     def _write(self) -> None:
-        """Write this device's entries; a reader sees the old or the new file, whole."""
-        if self._cache is None:
-            return
-        ours = {name: asdict(choice) for name, choice in self._choices.items()}
-        content = dict(self._whole_file()) | {self._device: ours}
-        fresh = self._cache.with_name(f"{self._cache.name}.{os.getpid()}")
-        try:
-            self._cache.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(json.dumps(content, indent=1))
-            fresh.replace(self._cache)
-        except OSError as problem:  # a full disk must not stop the run
-            warnings.warn(f"{self._cache} is not kept ({problem})", stacklevel=4)
-            self._cache = None
+        if self._folder is not None:
+            choices = {name: asdict(choice) for name, choice in self._choices.items()}
+            keep(self._folder, self._name, choices)

@@ -1,11 +1,4 @@
-"""The owners of what is set in the process, and the settings that follow from all of them.
-
-Redirected allocations, the account's limit and cap, the hook that makes room, and glibc's
-thresholds exist once in a process. Sessions, allocators and ``track`` begin and end in any order,
-on any thread. So none of them sets anything: each states in a ``Claim`` what it asks, and
-``settle`` puts the strictest of all living claims in force. It compares with what is in force, so a
-change that was interrupted half-way is completed by the next. A forked child has no claims.
-"""
+"""The owners of what is set in the process, and the settings that follow from all of them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,6 @@ def _open_status(_process: int) -> int:
 
 
 def _own_bytes(*fields: str) -> list[int]:
-    """Return fields of this process's status at one moment."""
     try:
         content = os.pread(_open_status(os.getpid()), _MOST_READ, 0)
         return [field_bytes(content, field, _STATUS) for field in fields]

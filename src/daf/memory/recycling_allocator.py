@@ -1,11 +1,4 @@
-"""An allocator that knows its budget, under PyTorch and NumPy while entered (docs/allocator.md).
-
-Freed blocks of 128 KiB and more are reused, which saves the kernel's page faults.
-
-    with RecyclingAllocator(limit_bytes=10**9) as allocator:
-        train()
-        allocator.cap_bytes = 64 * 2**20  # acts at once
-"""
+"""An allocator that knows its budget, under PyTorch and NumPy while entered (docs/allocator.md)."""
 
 from __future__ import annotations
 

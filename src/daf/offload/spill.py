@@ -1,15 +1,4 @@
-"""Spilling: a saved tensor's bytes wait on disk until backward reads them, bit for bit.
-
-A thread writes while forward goes on; bytes not yet written are bounded and count as held. Backward
-reads tensors in the reverse order, so another thread reads ahead, also bounded. Every record
-carries a CRC-32 (``zlib.crc32``, one more pass over the bytes on these threads). A full or failing
-disk costs a warning: that tensor, and those that find no room, stay in memory. A record that cannot
-be read back, or reads differently, is an error, never a wrong gradient.
-
-A record holds a whole storage, so views keep their strides and it is spilled once. The writer reads
-the tensor's own memory, without a copy. The storage is freed only on the thread that saves tensors,
-once it is certain that nobody changed it meanwhile.
-"""
+"""Spilling: a saved tensor's bytes wait on disk until backward reads them, bit for bit."""
 
 from __future__ import annotations
 
@@ -290,7 +279,6 @@ class SpillStore(RecordStore[SpillRecord]):
         return self._begin_read(record) if reading is None else reading
 
     def _share(self, record: SpillRecord, found: Tensor | None) -> torch.UntypedStorage:
-        """Keep what was read as long as another save of the same storage may follow."""
         if found is None:
             assert self._shared is not None
             found = self._shared[1]

@@ -1,12 +1,4 @@
-"""The file of spilled tensors, a map of its used parts, and a storage there and back: checked.
-
-It is unlinked as it is made (``O_TMPFILE`` where available), for its owner only.
-
-Pages written and read stay in the page cache, which a memory cgroup counts. ``O_DIRECT`` avoids
-that, but wants aligned buffers and a copy, and several file systems refuse it. So each chunk is
-pushed to the disk (``sync_file_range``, which unlike ``fsync`` leaves the journal alone), awaited,
-then dropped from the cache (``posix_fadvise``). At most two are cached; a failing disk is noticed.
-"""
+"""The file of spilled tensors, a map of its used parts, and a storage there and back: checked."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""The last linear layer and its cross-entropy as one operator, without the whole logits.
-
-A linear layer that makes far more of each row than it was given is watched in the first step that
-runs it. If only cross-entropy reads the logits, later steps get a stand-in; changes of their rows
-(``view``, ``flatten``, slices, ``contiguous``) and ``float`` may lie between. What changes the
-stand-in's rows changes those of the layer's input; cross-entropy then works through these in chunks
-(``chunked.cross_entropy``). Any other reader of a stand-in gets the logits, computed then, and the
-next steps run PyTorch's own operators there.
-"""
+"""The last linear layer and its cross-entropy as one operator, without the whole logits."""
 
 from __future__ import annotations
 
@@ -286,7 +278,6 @@ def _rows_after(call: OperatorCall, shape: Sequence[int]) -> tuple[int, ...] | N
 
 
 def _rows_chosen(shape: Sequence[int], index: Any) -> tuple[int, ...] | None:
-    """Return the same for plain indices."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(type(part) in _BASIC_INDEX for part in parts):
         return None

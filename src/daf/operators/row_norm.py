@@ -1,20 +1,4 @@
-"""Layer and root-mean-square normalisation, each as one autograd operator.
-
-Nothing has to be observed first: the operator returns what the call would.
-
-Forward reads its input once: it measures, normalises and codes rows and writes them as the result,
-a cacheful at a time. Backward reads the planes once, a row at a time. With g the gradient times
-gamma, y the normalised value and r the inverse deviation, the input's gradient is
-
-    r * (g - mean(g) - y * mean(g * y))
-
-without ``mean(g)`` where no mean was subtracted (Ba et al., arXiv 1607.06450; Zhang and Sennrich,
-arXiv 1910.07467), written over the result's gradient where nobody else holds that. The gradients of
-gamma and beta come from the same pass.
-
-The operators behind derive their input from the same code (``PackedTensor.recipe``), so that one
-code serves the normalisation and all linear layers that read its result.
-"""
+"""Layer and root-mean-square normalisation, each as one autograd operator."""
 
 from __future__ import annotations
 
@@ -239,7 +223,6 @@ class RowNormOperator(FusedOperator):
 
 
 def _bytes_beside(norm: RowNorm) -> tuple[int, ...]:
-    """Return the bytes of the tensors that plain PyTorch would save beside the input."""
     rows = 4 * (norm.x.numel() // norm.length)
     if norm.moments.centred:
         return rows, rows  # mean and inverse deviation

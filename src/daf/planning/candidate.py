@@ -169,7 +169,6 @@ def _as_wide_as_parents(
     treatments: Mapping[policies.Site, policies.Treatment],
     by_site: Mapping[policies.Site, policies.Treatment],
 ) -> dict[policies.Site, policies.Treatment]:
-    """Narrow dependent sites' treatments to their parents' codes, as execution requires."""
     narrowest: dict[policies.Site, int] = {}
     for saving in profile.savings:
         if saving.site not in treatments or not saving.may_follow:

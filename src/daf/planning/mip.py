@@ -85,7 +85,6 @@ class Program:
         return best
 
     def _leanest(self) -> Floats:
-        """Return scores that prefer, among options with a share, the one that holds least."""
         has_share = self._shares > 1e-6
         scores: Floats = np.where(has_share, 1.0 / (1.0 + self._held_bytes), 0.0)
         first_replay = int(self._table.first[-1])
@@ -160,7 +159,6 @@ class Program:
         return replace(answer, amounts=np.round(amounts) if whole else amounts)
 
     def _rounded(self, scores: Floats) -> Selection:
-        """Return replays with a share above a half, and the highest score of every other family."""
         table = self._table
         chosen: list[int] = []
         taken: set[int] = set()

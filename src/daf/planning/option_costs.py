@@ -98,7 +98,6 @@ class OptionCosts:
                     yield Span(saving.read, saving.released, self._decoded_bytes(saving) / 2)
 
     def _read_spans(self, spilled: list[Saving]) -> Iterator[Span]:
-        """Yield whole storages read from disk beyond what decoding would allocate."""
         for saving in spilled:
             if saving.reading is Reading.CHUNKS:  # cannot overwrite its input: one gradient more
                 yield Span(saving.read, saving.released, self._bytes(saving))

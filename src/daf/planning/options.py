@@ -1,11 +1,4 @@
-"""What can be done with each family of saved tensors: the options that plans choose from.
-
-A *family* is the sites whose tensors share memory: keeping one keeps all. Its options: *keep*;
-*exact* (lossless treatments only); 8, 4, 3, 2 or 1 bits, as ``core.policy.coded_policy`` treats
-each need; *spill*; *recompute* (lossless codes, and recipes where there are none); and, where codes
-may travel, *exact* and every width in host memory. Attention's q and k have 8 bits at every width,
-or 4 where the noise of that was measured. Leaves that recipes share have *held for others*.
-"""
+"""What can be done with each family of saved tensors: the options that plans choose from."""
 
 from __future__ import annotations
 
@@ -137,14 +130,12 @@ class OptionMaker:
             yield SPILLED, dict.fromkeys(Need, Treatment(Method.SPILL))
 
     def _levels_on_host(self) -> Iterator[tuple[str, ByNeed]]:
-        """Yield the levels whose codes the host can hold all at once, hence in any mixture."""
         for level, here in self._levels:
             by_need = {need: placed_on_host(each) for need, each in here.items()}
             if level != SPILLED and self._pinned_bytes(by_need) <= self._allowed.host_bytes:
                 yield level + _ON_HOST, by_need
 
     def _pinned_bytes(self, by_need: ByNeed) -> int:
-        """Return the bytes that the host must pin for everything under this level."""
         codes: dict[tuple[object, ...], int] = {}
         for saving in self._profile.savings:
             treatment = by_need.get(saving.need, KEEP)

@@ -1,19 +1,4 @@
-"""Policies by name: DAF's own search, and published strategies to compare it with.
-
-- ``optimal``: the least predicted step time.
-- ``sage``: SAGE (Gim and Ko, MobiSys 2022): micro-batches down to the measured knee of examples per
-  second, then eviction by time per byte, what is cheap by the graph of values.
-- ``checkpoint``: SAGE's DGC, that eviction of the whole batch alone.
-- ``checkpoint-static``: Chen et al. (2016): replay the level of the module tree that has nearest to
-  the square root of as many blocks as there are layers, whatever the budget.
-- ``accumulate``: everything kept, the largest micro-batch that fits.
-- ``reduce``: SAGE's subgraph reduction alone: replay calls of at most five operators.
-- ``daf`` and ``daf-channels``: DAF as published (arXiv 2507.07149): the whole batch, min-max codes
-  of each tensor's or channel's range, by hybrid reduction, with the widths of least noise.
-- ``quantize``: the whole batch, no replay, the widest uniform code that fits; with measured
-  sensitivities, the widths of least noise.
-- Levels ``plain``, ``exact``, ``8-bit`` … ``1-bit``: the same everywhere, the largest micro-batch.
-"""
+"""Policies by name: DAF's own search, and published strategies to compare it with."""
 
 from __future__ import annotations
 
@@ -186,7 +171,6 @@ def _least_held(table: Table) -> Candidate | None:
 def _in_micro_batches(
     select: Callable[[Table], Selection], *, may_cut: bool = True, **without: Any
 ) -> Strategy:
-    """Return the strategy of the largest micro-batch whose selection fits, or of whole batches."""
 
     def candidates(problem: Problem) -> Iterator[Candidate]:
         allowed = replace(problem.allowed, **without)
@@ -211,7 +195,6 @@ def checkpointed(table: Table) -> Selection:
 
 
 def _whose_inputs_are_kept(table: Table) -> Iterator[tuple[int, Replay]]:
-    """Yield each module's replay for the case that everything else is kept."""
     seen: set[str] = set()
     for place, each in enumerate(table.replays):
         if each.module not in seen:

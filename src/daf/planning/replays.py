@@ -90,7 +90,6 @@ def _of_module(
     held: Sequence[_Held],
     examples: int,
 ) -> Iterator[Replay]:
-    """Yield the replay whose inputs others keep, where they can, then the self-sufficient one."""
     module = profile.calls[calls[0]].module
     cost_ms = sum(profile.calls[call].forward_ms.at(examples) for call in calls)
     operators = max(profile.calls[call].operators for call in calls)

@@ -253,7 +253,6 @@ def _requirements(
 def _keeping(
     groups: Sequence[Family], options: Sequence[tuple[Option, ...]], replays: Sequence[Replay]
 ) -> tuple[Requirement, ...]:
-    """Return, for replays whose inputs others keep, the options that keep them long enough."""
     keeping: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (column, last moment)
     for column, group, option in _columns_of(groups, options):
         kept = (each for each in group if each.site not in option.treatments)
@@ -273,7 +272,6 @@ _NOTHING = Option(KEPT, {}, (), 0.0, 0.0)
 def _holding(
     options: Sequence[tuple[Option, ...]], leaves: Sequence[int]
 ) -> tuple[Requirement, ...]:
-    """Return, for options with recipes, the columns of leaves, whose pairs follow all options."""
     first = sum(map(len, options))
     column_of = {number: first + 2 * place + 1 for place, number in enumerate(leaves)}
     every = enumerate(option for own in options for option in own)

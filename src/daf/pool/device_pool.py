@@ -216,7 +216,6 @@ class DevicePagedStore:
             self._no_longer_in_use(numbers.handle, self._in_use[numbers.handle])
 
     def _no_longer_in_use(self, handle: int, times: int) -> None:
-        """Evict what stayed above the cap meanwhile, and what was asked for in that time."""
         self._in_use[handle] -= times
         if not self._in_use[handle]:
             del self._in_use[handle]

@@ -1,13 +1,4 @@
-"""Planes of a device's codes that wait in pinned host memory until backward reads them.
-
-A tensor's planes and headers are one run of words. The device writes them, copies them out beside
-the computation, and fetches them in reverse order, as early as there is room. The newest stay on
-the device: backward reads them first. ``staging_bytes`` bounds what is on the device or on its way.
-At that bound the device waits for the oldest copy; the host never waits.
-
-Device memory belongs to one stream (``stream_order``), ordered after a copy before memory is freed.
-After DAF (arXiv 2507.07149, collaborative packing).
-"""
+"""Planes of a device's codes that wait in pinned host memory until backward reads them."""
 
 from __future__ import annotations
 
@@ -219,7 +210,6 @@ class HostStore(RecordStore[Record]):
         self.fetched_bytes += record.nbytes
 
     def _fetch_before(self, number: int) -> None:
-        """Begin to fetch what backward will read next, as far as there is room."""
         for each, record in reversed(self._live.items()):
             if each >= number or record.on_device is not None or not record.is_there:
                 continue
@@ -286,7 +276,6 @@ class HostStore(RecordStore[Record]):
         return record.on_device is not None and record.host is not None and not record.readers
 
     def _leave_device(self, record: Record) -> None:
-        """Free its device memory, in home's order."""
         with self.home.at_home():
             for ticket in (record.leaving, record.arriving):
                 if ticket is not None and not self.transfers.is_done(ticket):

@@ -242,7 +242,6 @@ def plane_importance(count: int, bits: int, weight: float = 1.0) -> list[float]:
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call into the native pool, raising DAF's errors for its own."""
     try:
         return function(*arguments)
     except _native.pool.FullError as error:

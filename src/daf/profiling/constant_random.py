@@ -77,7 +77,6 @@ def _between(found: Tensor, at: float, args: tuple[Any, ...]) -> Tensor:
 
 
 def _middle(found: Tensor, _at: float, args: tuple[Any, ...]) -> Tensor:
-    """Fill for integers below the last bound, from the one before it where there is one."""
     bounds = [each for each in args if isinstance(each, int)][:2]
     low, high = bounds if len(bounds) == 2 else (0, *bounds)[:2] if bounds else (0, 2)
     return found.fill_((low + high) // 2)

@@ -108,14 +108,12 @@ def grown(profile: Profile, examples: int, growth: Growth) -> Profile:
 
 
 def _course(profile: Profile) -> tuple[object, ...]:
-    """Return a key that is equal for profiles whose numbers correspond."""
     sites = tuple((each.site, each.storage, each.content) for each in profile.savings)
     inputs = tuple(len(each.inputs) for each in profile.calls)
     return sites, inputs, len(profile.timeline.transient)
 
 
 def _mapped(value: Any, other: Any, change: Callable[[Affine, Affine | None], Affine]) -> Any:
-    """Return nested dataclasses and tuples with every line changed beside the other's."""
     if isinstance(value, Affine):
         return change(value, other)
     if isinstance(value, tuple):

@@ -65,7 +65,6 @@ def _recipe(saved: ObservedTensor, kept: Mapping[int, Site], examples: int) -> R
 
 
 def _shape(observation: Observation) -> tuple[object, ...]:
-    """Return a key that is equal for two steps comparable moment by moment."""
     saves = [
         (each.site, each.storage, each.content, each.saved, each.read) for each in observation.saves
     ]

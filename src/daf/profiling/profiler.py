@@ -298,7 +298,6 @@ class Profiler:
     def _times(
         self, context: StepContext, observations: list[Observation], budget_bytes: int
     ) -> Times:
-        """Time passes with everything kept, and the largest of these steps coded too."""
         largest = observations[-1]
         fitting = self._fitting_kept(observations, budget_bytes)
         is_cut = fitting and not self._choice.refusal
@@ -322,7 +321,6 @@ class Profiler:
         return Times(tuple(kept), fastest(TIGHTEST, kept[-1][0]))
 
     def _fitting_kept(self, observations: list[Observation], budget_bytes: int) -> list[int]:
-        """Return the observed sizes that fit with everything kept."""
         sizes = {each.examples: self._kept_bytes(each, each.examples) for each in observations}
         return [examples for examples, needed in sizes.items() if needed <= budget_bytes]
 
@@ -409,14 +407,12 @@ class Profiler:
         )
 
     def _note_beside(self) -> None:
-        """Note libraries' bytes after a step, and the pages that the system took back in it."""
         if self.keeper.recycles:
             self._mapped_bytes = max(self._mapped_bytes, mapped := self.memory.mapped_bytes())
             beside = self.memory.held_bytes() - self.memory.account_bytes()
             self._beside_bytes = max(self._beside_bytes, beside + self._mapped_bytes - mapped)
 
     def _resident_bytes(self) -> int:
-        """Return the memory held now, with what libraries add in a step."""
         account = self.memory.account_bytes() if self.keeper.recycles else 0
         return max(self.memory.held_bytes(), self._beside_bytes + account)
 
@@ -429,7 +425,6 @@ class Profiler:
         return self._bounded(partial(self._observe, context, examples))
 
     def _bounded(self, run: Callable[[], Found]) -> Found:
-        """Run what no smaller step has shown to fit."""
         found = self._within(self._bound_bytes, run)
         if found is None:
             raise BudgetError("the smallest step needs more than the budget")

@@ -121,7 +121,6 @@ def refuse_replays(observations: Sequence[Observation], refusals: Mapping[str, s
 
 
 def _judged_by_kind(kinds: Mapping[str, Hashable], found: Mapping[str, str]) -> dict[str, str]:
-    """Return the refusals where modules that were not tried are judged by others of their kind."""
     proven = {kind for path, kind in kinds.items() if path not in found}
     differing = {kinds[path]: why for path, why in found.items() if why not in _NOT_TRIED}
     refusals = {}
@@ -172,7 +171,6 @@ def _candidates(observation: Observation) -> tuple[list[str], list[str]]:
 
 
 def _forward_ms(calls: Iterable[ModuleCall]) -> dict[str, float]:
-    """Return by path how long the observed calls of each module took."""
     found: dict[str, float] = {}
     for call in calls:
         found[call.module] = found.get(call.module, 0.0) + call.forward_ms

@@ -136,7 +136,6 @@ class CutChooser:
         return None
 
     def _judged(self, context: StepContext, found: Observation, budget_bytes: float) -> SplitChoice:
-        """Return the context's cut with its weights, and why training may not use it."""
         cut, splitting, size = context.choice.cut, context.splitting, context.info.examples
         statistics = "" if self.allow_statistics else split_refusal(self.model)
         if splitting.split is False or statistics:
@@ -179,7 +178,6 @@ class CutChooser:
     def _room(
         self, found: Observation, least: int, most: int, budget_bytes: float
     ) -> tuple[int | None, bool]:
-        """Return how many examples the budget lets a proof take, and whether saved tersely."""
         sizes = range(most, 2 * least - 1, -1)
         for is_terse, saved_bytes in ((False, found.plain_bytes), (True, terse_bytes(found))):
             for examples in sizes:
@@ -219,6 +217,5 @@ class _ClassReads(TorchFunctionMode):
         return result
 
     def _shown(self, nest: Any) -> list[bool]:
-        """Return of each tensor in a nest whether it lies in the classes' memory."""
         strided = filter(is_strided, tensors_in_batch(nest))
         return [storage_address(each) in self._addresses for each in strided]

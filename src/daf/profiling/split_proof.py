@@ -97,7 +97,6 @@ class SplitProof:
             self._drop_gradients()
 
     def _sketched(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
-        """Prove by sketches of gradients, and by the gradients where that shows nothing."""
         if self._sketches.sketches:
             with suppress(Exception):  # what the user's own code does with weights may need more
                 weighing, refusal = self._proven(batch, cut, examples)

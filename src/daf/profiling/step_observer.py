@@ -304,7 +304,6 @@ class Observer:
         call.output_bytes = sum(size for _, size in self._numbered(list(self._computed(output))))
 
     def _computed(self, nest: Any) -> Iterator[Tensor]:
-        """Yield a nest's tensors, without the model's and the batch's."""
         for tensor in tensors_in_batch(nest):
             if is_strided(tensor) and not self._sources.is_external(tensor):
                 yield tensor

@@ -111,5 +111,4 @@ def _exponents(numbers: Tensor) -> Tensor:
 
 
 def _values(codes: Tensor) -> Tensor:
-    """Return the number in the middle of those with a sign and exponent."""
     return torch.ldexp(0.75 * codes.sign(), codes.abs().int() - 64)

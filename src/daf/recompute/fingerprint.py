@@ -101,7 +101,6 @@ def _added(bits: NDArray[Any]) -> int:
 
 
 def _added_there(bits: Tensor) -> Tensor:
-    """Return sums of words, likewise, where the tensor is."""
     whole = bits.numel() // _ROW_BYTES * _ROW_BYTES
     rows = bits[:whole].view(-1, _ROW_BYTES).sum(0, dtype=torch.int64)
     return torch.cat((rows, bits[whole:].sum(dtype=torch.int64).view(1)))
@@ -134,7 +133,6 @@ def _sample(tensor: Tensor, place: int) -> Tensor:
 
 @lru_cache(maxsize=4096)  # a model's shapes come again in every step
 def _places(elements: int, row: int, place: int) -> tuple[int, int, int]:
-    """Return the step, the start and the number of a sample's elements."""
     wanted = min(elements, max(_LEAST_SAMPLE, int(elements * _SAMPLED_SHARE)))
     step = max(1, elements // wanted)
     while step > 1 and math.gcd(step, row) > 1:

@@ -221,7 +221,6 @@ class Recomputed(PackedTensor):
 
 
 def _read_in(node: Node) -> Iterator[Node]:
-    """Yield every node once for each step that reads it."""
     seen: set[Node] = set()
     todo = [node]
     while todo:

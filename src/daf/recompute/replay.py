@@ -1,14 +1,4 @@
-"""Replay: module calls that hold only their inputs, and run again when backward reaches them.
-
-In the first pass a replayed call gives autograd a numbered handle for every tensor it saves.
-Unpacking the first of them runs the call again from its inputs and collects the tensors that
-backward still needs, in the same order. The run stops at the last one, and each is freed when its
-operator has read it.
-
-A call inside a replayed call is a call of its own: its inputs are saves of the outer call, and what
-it saves itself is rebuilt only when backward reaches it. (The scheme is that of PyTorch's
-non-reentrant ``torch.utils.checkpoint``.)
-"""
+"""Replay: module calls that hold only their inputs, and run again when backward reaches them."""
 
 from __future__ import annotations
 

@@ -240,7 +240,6 @@ def _plan_words(run: Run) -> Markup:
 
 
 def _left_alone(run: Run) -> Markup:
-    """Return a table of the levers that were not pulled, and what each would have saved."""
     refused = (run.plan or {}).get("left_alone", ())
     if not refused:
         return joined()

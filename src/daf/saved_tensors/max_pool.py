@@ -59,7 +59,6 @@ class Windows(NamedTuple):
         return flat
 
     def _starts(self, outputs: Tensor, axis: int) -> Tensor:
-        """Return where each output's window begins along one spatial axis, shaped to broadcast."""
         place = axis - len(self.kernel)
         starts = torch.arange(outputs.shape[place], dtype=torch.int32, device=outputs.device)
         starts = starts * self.stride[axis] - self.padding[axis]

@@ -345,5 +345,4 @@ def _is_borrowed(held: PackedTensor, treatment: Treatment) -> bool:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy without the gaps in its memory, in the same order."""
     return tensor if is_dense(tensor) else tensor.detach().clone()

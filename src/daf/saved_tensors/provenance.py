@@ -194,7 +194,6 @@ def _value_of(node: Any, output: int) -> _Value | None:
 
 
 def _maker(node: Any, output: int) -> tuple[Any, int]:
-    """Return the node and output that made this memory, beyond views of it."""
     while node is not None and (node.name() in ALIASES or _is_idle(node)):
         node, output = node.next_functions[0]
     return node, output

@@ -1,15 +1,4 @@
-"""Measures sensitivities by a few extra passes over one batch, with fresh seeds of some codes.
-
-An error in the input of a matrix product or convolution disturbs only the gradient of that
-operator's own weight. All such sites redraw at once; where the change lands tells them apart. If
-other weights change too, these sites are measured like the others.
-
-The others (normalisations, products of activations, smooth activations) redraw alone, or in alike
-groups if there are more sites than passes: a joint change would hide the small effects.
-
-Memory: a few sketches of 509 numbers per parameter, whatever the number of sites, and the largest
-parameter's gradient. Parameters, gradients, random states, buffers and hooks are restored.
-"""
+"""Measures sensitivities by a few extra passes over one batch, with fresh seeds of some codes."""
 
 from __future__ import annotations
 
@@ -271,7 +260,6 @@ def _scatter(squares: Tensor) -> Tensor:
 
 
 def _unknown_as_usual(values: Mapping[Site, SiteSensitivity]) -> dict[Site, SiteSensitivity]:
-    """Give sites whose errors reach no gradient yet the noise that others usually add."""
     # Before LoRA's first step its second matrix is 0: no error in the first's inputs counts yet.
     known = [each.at_least for each in values.values() if each.variance_per_error > 0.0]
     usual = float(np.median(known)) if known else 0.0

@@ -1,12 +1,4 @@
-"""Sensitivities predicted by a formula from one ordinary backward pass.
-
-For a matrix product or convolution with input x, output Y and weight W, an error in x changes only
-the gradient of W, a sum of products of dY and x. Errors of different elements are uncorrelated, so
-the expected squared error of W's gradient is ‖dY‖² · fan_in · (energy of the error per element of
-x); the rotation spreads that energy evenly over a block. A normalisation's normalised value enters
-the gradient of its scale in the same way with fan-in 1; there the formula leaves out what passes on
-to the layers before it.
-"""
+"""Sensitivities predicted by a formula from one ordinary backward pass."""
 
 from __future__ import annotations
 
@@ -74,7 +66,6 @@ class PriorObserver:
 
 
 def _error_per_gradient(module: nn.Module, x: Any) -> float:
-    """Return fan_in times the energy per element of x that a relative error refers to."""
     if isinstance(module, _NORMS):
         return 1.0  # the normalised value's energy per element
     weight = product_weight(module)

@@ -39,7 +39,6 @@ def _by(role: Callable[[Site], Hashable], sites: Sequence[Site]) -> list[list[Si
 
 
 def _role(site: Site) -> Hashable:
-    """Return a key that also joins one module's calls one after the other."""
     return _NUMBER.sub("", site.module), site.operator, site.save
 
 

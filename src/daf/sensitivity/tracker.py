@@ -70,7 +70,6 @@ _SKETCHES = 1 + _EFFORT.micro_batches + 2 * max(1 + _EFFORT.local, _EFFORT.bias)
 
 
 def _effort(examples: int, usual: Effort = _EFFORT) -> Effort:
-    """Return an effort of micro-batches of at least two examples, as batch statistics need."""
     return replace(usual, micro_batches=min(usual.micro_batches, examples // 2))
 
 
@@ -263,7 +262,6 @@ class SensitivityTracker(Resumable):
         return None
 
     def _predicted_bytes(self, profile: Profile, examples: int) -> int:
-        """Return the peak of coded passes or of a plain micro-batch, with libraries' own bytes."""
         micro_batch = -(-examples // max(1, _effort(examples).micro_batches))
         widest = planner.level_peak_bytes(profile, examples, str(MEASURED_BITS))
         peak = max(widest, planner.level_peak_bytes(profile, micro_batch, "exact"))

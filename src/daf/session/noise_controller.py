@@ -229,7 +229,6 @@ class NoiseController:
             }
 
     def _relative_noise(self) -> float:
-        """Return the noise of all codes, evicted planes included, over the batch's own."""
         noise = sum(self._by_site.values())
         if not self.capture.stats.evicted_bytes:
             return noise

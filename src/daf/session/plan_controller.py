@@ -128,7 +128,6 @@ class PlanController(Resumable):
         return self._beside_users(alone)
 
     def _beside_users(self, profiles: Profiles) -> Profiles:
-        """Return the profiles of steps beside the user's gradients, with the margin."""
         return profiles.beside(self.most_users_gradient_bytes + self.margin_bytes(profiles.own))
 
     def plan_for(self, context: StepContext) -> Plan:
@@ -209,7 +208,6 @@ class PlanController(Resumable):
         return self._adopt(self.selector.again(budget_bytes, can_refuse=self.keeper.can_refuse))
 
     def _adopt(self, plan: Plan) -> Plan:
-        """Set in the process what the plan asks for, and keep its predicted peak."""
         if self.budget_bytes is None:
             return plan
         if plan.return_freed_blocks:
@@ -237,7 +235,6 @@ class PlanController(Resumable):
         return None if tighter is None else self._adopt(tighter)
 
     def _with_proof(self, plan: Plan, context: StepContext) -> Plan:
-        """Return a plan for a batch of another structure, or another loss, than the plan's."""
         if self.budget_bytes is None and context.choice.refusal == NOT_PROVEN:
             self.step_profiles.prove_cut(context, None)
         if not context.choice.refusal:

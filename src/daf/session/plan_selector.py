@@ -178,7 +178,6 @@ class PlanSelector(Resumable):
         self.plan, self.first = plan, None
 
     def _first_plan(self, plan: Plan, budget_bytes: int) -> Plan | None:
-        """Return the first step's plan, whose peak precedes the optimizer's new state."""
         profile = self._measured.of(plan)
         first = planner.first_plan(profile, plan, budget_bytes, self.constraints)
         if first is None:
@@ -210,7 +209,6 @@ class PlanSelector(Resumable):
         return self._taken_over() or quick
 
     def _taken_over(self) -> Plan | None:
-        """Return the best plan of a search that has ended, and offer the others for trial."""
         search = self._search
         if search is None or not search.is_done:
             return None
@@ -322,7 +320,6 @@ class PlanSelector(Resumable):
         return [*self._left_alone[1]]
 
     def _unreleased(self) -> list[LeverRefusal]:
-        """Return what it costs that gradients are held, where the user asked to release them."""
         allowed = self.constraints.allowed
         if not allowed.release_refusal:
             return []
@@ -359,7 +356,6 @@ class PlanSelector(Resumable):
         return self._measured.every if self.can_fuse else (self._measured.own,)
 
     def _maker(self, budget_bytes: int) -> Callable[..., tuple[Plan, ...]]:
-        """Return a function that makes the best plan of each kind, fastest predicted first."""
         bytes_modelled = self.modelled(budget_bytes)
         make = partial(planner.make_plans, self._planned, bytes_modelled, self.constraints)
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,6 +21,12 @@ from daf.core.json_dataclasses import Resumable
 from daf.files.checkpoint import read_checkpoint, write_checkpoint
 
 _SCALE_OF_DEVIATION = 1.4826  # median absolute deviation to standard deviation, Gaussian
+
+
+def _median(values: Iterable[float]) -> float:
+    ordered = sorted(values)  # ``statistics`` would be half a megabyte in each training process
+    half = len(ordered) // 2
+    return (ordered[half] + ordered[~half]) / 2
 
 
 class Action(StrEnum):
@@ -71,7 +77,7 @@ class DivergenceWatch(Resumable):
                 return Action.CONTINUE
             return self._diverged(
                 f"{self.spikes} losses in a row up to step {step} are far above the usual "
-                f"{median(self.losses):.4g}; the last is {loss:.4g}"
+                f"{_median(self.losses):.4g}; the last is {loss:.4g}"
             )
         self.spikes = 0
         self.losses = (*self.losses, loss)[-self.window :]
@@ -88,8 +94,8 @@ class DivergenceWatch(Resumable):
     def _is_spike(self, loss: float) -> bool:
         if len(self.losses) < self.window:
             return False
-        usual = median(self.losses)
-        deviation = _SCALE_OF_DEVIATION * median(abs(each - usual) for each in self.losses)
+        usual = _median(self.losses)
+        deviation = _SCALE_OF_DEVIATION * _median([abs(each - usual) for each in self.losses])
         rise = loss - usual
         return rise > self.deviations * deviation and rise > self.least_rise * abs(usual)
 

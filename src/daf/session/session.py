@@ -27,6 +27,7 @@ from daf.profiling.model_memory import parameter_bytes
 from daf.sensitivity.result import Sensitivity
 from daf.session import arguments
 from daf.session.parts import SessionReadings, make_parts
+from daf.session.warm_start import WarmStart
 from daf.step.batch_cut import BatchDim
 from daf.step.context import StepContext
 from daf.step.dry_run import build_lazy
@@ -37,6 +38,12 @@ from daf.step.splitting import Split, Splitting, proof_key
 from daf.torch_compat import compiler
 from daf.torch_compat.operator_mode import modes_restored
 from daf.torch_compat.out_of_memory import out_of_memory
+
+# A session's arguments that say nothing of how its steps are planned, and those that are folders.
+_OF_THIS = frozenset(
+    ["self", "__class__", "model", "optimizer", "budget", "seed", "baseline_bytes", "cache"]
+)
+_PLACES = frozenset({"spill", "rollback"})
 
 
 class Session(SessionReadings):
@@ -95,6 +102,9 @@ class Session(SessionReadings):
         scope: "process" bounds this process. "tree" bounds its child processes with it (the workers
             of a data loader, say): what only they hold is subtracted as it grows. They themselves
             are never limited.
+        cache: begin with what an earlier session of the same job measured, and keep what this one
+            does, in ``$DAF_CACHE`` (by default in the user's caches; empty: nowhere). Other code,
+            sizes, options or versions are another job; how batches are cut is always proven anew.
         host_bytes: for a model on a GPU, most bytes of pinned host memory for codes, as bytes or
             ``"4GB"``; None: none. Codes leave the GPU beside the computation, packed there or by
             the CPU as measured rates say, and return before backward needs them. Under a budget the
@@ -134,7 +144,9 @@ class Session(SessionReadings):
         rollback: str | Path | bool = False,
         host_bytes: str | int | None = None,
         scope: Scope = "process",
+        cache: bool = True,
     ) -> None:
+        given = dict(locals())
         arguments.check_trained(model, optimizer)
         kinds = {"seed": seed, "baseline_bytes": baseline_bytes, "batch_dim": batch_dim}
         arguments.check_kinds(**kinds, spill=spill, sensitivity=sensitivity)
@@ -147,27 +159,14 @@ class Session(SessionReadings):
         self._splitting = Splitting(split, batch_dim)
         self._proven_for: str | None = None
         self._is_resumed = False
-        parts = make_parts(
-            model,
-            optimizer,
-            budget,
-            memory,
-            bits=bits,
-            fused=fused,
-            policy=policy,
-            tolerance=tolerance,
-            baseline_bytes=self.baseline_bytes,
-            allow_batchnorm_split=allow_batchnorm_split,
-            operators=operators,
-            pool_bytes=pool_bytes,
-            release_gradients=release_gradients,
-            spill=spill,
-            sensitivity=sensitivity,
-            rollback=rollback,
-            host_bytes=host_bytes,
-            scope=scope,
-        )
+        of_parts = {name: given[name] for name in given.keys() - _OF_THIS - {"split", "batch_dim"}}
+        of_parts["baseline_bytes"] = self.baseline_bytes
+        parts = make_parts(model, optimizer, budget, memory, **of_parts)
         super().__init__(parts)
+        options = {name: given[name] for name in sorted(given.keys() - _OF_THIS - _PLACES)}
+        plans, noise = self._plan_controller, self._noise
+        known = (model, optimizer, memory, plans, noise, self._splitting, options)
+        self._warm_start = WarmStart(*known) if cache else None
         self._evaluation = Evaluation(model, self._splitting, parts.keeper)
         self._is_closed = False
         parts.end_with(self)
@@ -184,6 +183,9 @@ class Session(SessionReadings):
 
         Waits for another thread's step; none can follow. One that is collected undoes the same.
         """
+        if self._warm_start is not None:
+            with owners.turn:
+                self._warm_start.keep()
         self._is_closed = True
         self._parts.close()
 
@@ -258,6 +260,11 @@ class Session(SessionReadings):
         self._capture.pool_bytes = parse_optional_bytes(value)
 
     @property
+    def began_warm(self) -> bool:
+        """True if what an earlier session of the same job measured is where this one began."""
+        return self._warm_start is not None and self._warm_start.has_begun
+
+    @property
     def plan(self) -> Plan | None:
         """The plan in force; None before ``prepare``."""
         return self._plan_controller.selector.plan
@@ -314,7 +321,7 @@ class Session(SessionReadings):
         passes = compiler.asks_anew(self.optimizer)
         if not passes:
             with self._turn():
-                return self._runner.run(self._context(batch, loss_fn), norm)
+                return self._run(batch, loss_fn, norm)
         reports = []
 
         def closure() -> float:
@@ -347,7 +354,15 @@ class Session(SessionReadings):
         """
         with self._turn():
             self._updates.watch()
-            return self._runner.run(self._context(batch, loss_fn), updates=False)
+            return self._run(batch, loss_fn, updates=False)
+
+    def _run(
+        self, batch: Any, loss_fn: LossFunction, norm: float | None = None, *, updates: bool = True
+    ) -> StepReport:
+        report = self._runner.run(self._context(batch, loss_fn), norm, updates=updates)
+        if self._warm_start is not None:
+            self._warm_start.note_step()
+        return report
 
     def update(self, *, max_grad_norm: float | None = None) -> float | None:
         """Step the optimizer by the gradients that there are; the next ``backward`` clears them.
@@ -398,8 +413,9 @@ class Session(SessionReadings):
                 if self.budget_bytes is not None:
                     self._plan_controller.selector.forget()
             self._proven_for, self._is_resumed = key, False
-        index = self._runner.counters.step_index
-        return StepContext.of(self.model, batch, loss_fn, self._splitting, self._seed, index)
+        place = (self._splitting, self._seed, self._runner.counters.step_index)
+        context = StepContext.of(self.model, batch, loss_fn, *place)
+        return context if self._warm_start is None else self._warm_start.begin(context)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on as this one would have (JSON-able)."""

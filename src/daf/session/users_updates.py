@@ -56,7 +56,6 @@ class UsersUpdates:
         self._hooks.close()
 
     def _is_concerned(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True for an update that the session does not make itself, of the model's parameters."""
         if self._runner.is_updating:
             return False
         own = {id(each) for each in parameters_of(self._model)}

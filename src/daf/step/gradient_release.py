@@ -1,13 +1,4 @@
-"""Gradient release: the optimizer steps each parameter as its gradient completes, then frees it.
-
-The user's own optimizer steps one parameter at a time inside backward, so only gradients whose
-parameter still has a reader stay alive (``parameter_reads``). The result equals ``backward();
-optimizer.step()`` bit for bit: optimizers of ``torch.optim`` treat each parameter alone, and a
-parameter changes only once nothing reads it any more. ``grad`` is None afterwards.
-
-The first update commits the step: it can no longer be retried. So a rehearsal, which updates
-nothing, measures before what the rest of a step takes.
-"""
+"""Gradient release: the optimizer steps each parameter as its gradient completes, then frees it."""
 
 from __future__ import annotations
 

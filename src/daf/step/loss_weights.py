@@ -242,7 +242,6 @@ class LossWeights(TorchFunctionMode):
 def _notes(
     name: str, given: tuple[Any, ...], named: Mapping[str, Any], found: Any, is_read: bool
 ) -> list[_Note]:
-    """Return among how many an operator orders, or what it divides or multiplies all of by."""
     first = given[0] if given else None
     is_loss = name.endswith("_loss") and name not in _OTHERS_MEANS
     if not (name in _NOTED or is_loss) or not isinstance(first, Tensor) or first.is_sparse:
@@ -268,14 +267,12 @@ def _notes(
 
 
 def _is_count(value: Any) -> bool:
-    """True for a real number, also in a scalar that no gradient goes through."""
     if not isinstance(value, Tensor):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return not (value.dim() or value.is_complex() or _is_differentiable(value))
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield tensors, those of lists and tuples too."""
     for each in values:
         inside = each if isinstance(each, (tuple, list)) else (each,)
         yield from (inner for inner in inside if isinstance(inner, Tensor))
@@ -382,7 +379,6 @@ class PartWeights:
 
 
 def _is_in_step(numbers: Sequence[float], weights: Sequence[float]) -> bool:
-    """True for numbers that are proportional to weights, or to one over them."""
     products = [one * weight for one, weight in zip(numbers, weights, strict=True)]
     is_inverse = all(math.isclose(each, products[0], rel_tol=1e-6) for each in products)
     return is_inverse or _is_proportional(numbers, weights)

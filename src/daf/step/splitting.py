@@ -168,7 +168,6 @@ def _called_by(function: Any) -> Iterator[CodeType | type]:
 
 
 def _named_in(function: FunctionType) -> Iterator[Any]:
-    """Yield the callables that a function wraps, closes over, or finds in its module."""
     if (wrapped := getattr(function, "__wrapped__", None)) is not None:
         yield wrapped
     for cell in function.__closure__ or ():
@@ -185,16 +184,17 @@ def _words_of(called: CodeType | type) -> Iterator[str]:
     """Yield what code says; of a class, its name."""
     if isinstance(called, CodeType):
         yield called.co_qualname
-        yield from _parts_of(called)
+        yield from code_words(called)
     else:
         yield called.__qualname__
 
 
-def _parts_of(code: CodeType) -> Iterator[str]:
+def code_words(code: CodeType) -> Iterator[str]:
+    """Yield what code does, and the names and constants that it does it with."""
     yield code.co_code.hex()
     yield " ".join(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _parts_of(constant)
+            yield from code_words(constant)
         else:  # sets have another order in every process
             yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)

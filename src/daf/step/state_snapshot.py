@@ -176,7 +176,6 @@ _nodes = threading.local()  # each thread numbers its nodes
 
 
 def _oldest_node(device: torch.device) -> Tensor:
-    """Return this thread's node of a device that is older than all graphs of its steps."""
     nodes: dict[str, Tensor] = vars(_nodes)
     if str(device) not in nodes:
         gpu = device if device.type == "cuda" else None  # its passes go through a queue of its own

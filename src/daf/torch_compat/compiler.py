@@ -1,13 +1,4 @@
-"""Keep torch's compiler out of DAF's own passes, and out of a process that does not compile.
-
-In passes of DAF's own the process's *stance* disables it. Sessions on several threads may overlap:
-the first sets the stance, the last restores the user's.
-
-The first ``torch.optim.Optimizer`` imports ``torch._dynamo``, which then holds some 70 MB (torch
-2.13) that an eager step never uses. The optimizer's decorators import it. ``_disable_dynamo`` first
-looks for an attribute of the function, which is set here; ``step`` is called without its decorator.
-Where torch is built otherwise, or the compiler is loaded, nothing is changed.
-"""
+"""Keep torch's compiler out of DAF's own passes, and out of a process that does not compile."""
 
 from __future__ import annotations
 

@@ -66,7 +66,6 @@ def is_held_by_none_but(group: tuple[Any, ...]) -> bool:
 
 
 def _holders_in(group: tuple[Any, ...]) -> list[Holders]:
-    """Return the holders of a tuple's first tensor, and of what that is a view of."""
     base = group[0]._base
     return [holders_of(group[0])] if base is None else [holders_of(group[0]), holders_of(base)]
 

@@ -1,18 +1,4 @@
-"""Who may still read a parameter in the rest of a backward pass.
-
-A parameter may be changed in mid-backward once no node that is yet to run reads it. A complete
-gradient is not enough: ``F.linear(x, w.detach())`` reads ``w`` for the gradient of ``x`` alone.
-
-- Nodes of PyTorch's own operators read only what they saved, and drop it once they ran. A parameter
-  is free when no save of its storage is alive.
-- Opaque nodes: an ``autograd.Function`` (unless it declares ``reads_only_what_it_saved``), an
-  in-place operator on a view, which may hide one, a node whose saves went to other saved-tensor
-  hooks (``torch.utils.checkpoint`` runs forward again), what compiled modules make, and nodes older
-  than the forward pass. No parameter is free until they have run.
-- After a tensor hook set during forward, no parameter is free before the backward pass ends.
-
-Not seen: a hook on an autograd node (``Node.register_hook``) that reads parameters itself.
-"""
+"""Who may still read a parameter in the rest of a backward pass."""
 
 from __future__ import annotations
 

@@ -92,12 +92,10 @@ def _collect(value: Any, depth: int, found: dict[int, Tensor], seen: set[int]) -
 
 
 def _is_flat(batch: Any) -> bool:
-    """True for the usual batch, a tuple or list of tensors."""
     return type(batch) in (tuple, list) and all(type(each) is Tensor for each in batch)
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return what a container or an object of a class of the user's holds."""
     if isinstance(value, (tuple, list)):
         return list(value)
     if isinstance(value, Mapping):

@@ -31,6 +31,7 @@ _LEARNING_RATES = {"sgd": 0.05, "adamw": 3e-4}
 # What a session takes as it is, by the same name.
 _OF_SESSION = """
 bits fused policy tolerance seed allow_batchnorm_split split operators pool_bytes host_bytes
+cache
 """
 _WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.01}
 

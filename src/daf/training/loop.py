@@ -99,7 +99,8 @@ class _Run:
         """Plan a new run."""
         self.memory.mark("profile")
         plan = self.job.session.prepare(self.job.train_batch(0), self._loss, self._profiling)
-        self.observer.note(f"plan: {plan.reason}")
+        known = " (from an earlier run)" if self.job.session.began_warm else ""
+        self.observer.note(f"plan{known}: {plan.reason}")
         self.folder.begin(self.job.settings)
         write_plan_records(self.job, self.folder)
 
@@ -215,7 +216,6 @@ class _Run:
             return task.loss(model, batch)
 
     def _go_back(self, report: StepReport) -> None:
-        """Return the run and its log to the session's last good state."""
         assert report.rolled_back_to is not None
         loss = report.loss if math.isfinite(report.loss) else None
         self._rollbacks.append(
@@ -325,7 +325,6 @@ class _Run:
         self._kept = self._step, len(self._evaluations)
 
     def _sync_logs(self) -> dict[str, Extent]:
-        """Return the logs' extents by name, once they are on disk."""
         logs = ((self.folder.metrics, self._metrics), (self.folder.memory, self.memory))
         return {path.name: log.sync() for path, log in logs}
 

@@ -1,23 +1,4 @@
-"""A run's folder: settings, metrics, memory, weights, checkpoint, summary.
-
-=====================  ==========================================================
-``run.json``           the settings that the run began with
-``metrics.jsonl``      one line a step
-``memory.jsonl``       the process's resident (a GPU's reserved) bytes over time, and marks
-``checkpoint/``        ``state.safetensors``: all that ``--resume`` needs; ``previous.safetensors``:
-                       the one before, in case the last is damaged
-``model.safetensors``  the weights alone
-``summary.json``       the run in numbers
-``plan.json``          the plan at the end: policy, reasons, the account of its peak
-``sensitivity.json``   what each site's code adds to the gradient, for other runs of the model
-``sites.jsonl``        one line for every tensor saved in the last step, with its treatment
-``memory.png``         ``memory.jsonl`` as a picture, where Matplotlib is installed
-``history.pickle``     who asked for memory in one step, if recorded, for pytorch.org/memory_viz
-``lock``               who is training here
-=====================  ==========================================================
-
-JSON objects carry a checksum, and so does every tensor. Files with weights are their owner's only.
-"""
+"""A run's folder: settings, metrics, memory, weights, checkpoint, summary."""
 
 from __future__ import annotations
 
@@ -82,7 +63,6 @@ class RunFolder:
                 self.path.rmdir()
 
     def _make_ready(self) -> None:
-        """Remove what a killed process left half written."""
         if self.checkpoint.parent.is_symlink():
             raise RunFolderError(f"{self.checkpoint.parent} is a link; put the folder in its place")
         for folder in (self.path, self.checkpoint.parent):

@@ -153,6 +153,12 @@ class TrainSettings:
         "Folder of an earlier run of this model, or its sensitivity.json: what was measured there "
         "is where this run begins.",
     )
+    cache: bool = _shared(
+        True,
+        "Begin with what an earlier run of the same job measured within about this budget, and "
+        "keep what this one does, in $DAF_CACHE or the user's caches.",
+        may_change=True,
+    )
     rollback: bool = _train_only(
         True, "Go back to the last good state, with wider codes, if the run diverges; once."
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import platform
-import statistics
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+import numpy as np
 import torch
 
 from daf.capture.capture import Capture
@@ -29,7 +29,7 @@ _LOSS_WINDOW_STEPS = 50  # at most, of the last epoch
 # What is told under its own name.
 _OF_SESSION = """
 budget_bytes peak_bytes predicted_peak_bytes saved_bytes_plain saved_bytes_peak pool_bytes
-evicted_bytes release_refusal
+evicted_bytes release_refusal began_warm
 """
 _OF_SENSITIVITY = "examples batch_variance relative squared_bias squared_bias_error"
 _OF_SETTINGS, _OF_ORDER = "model data batch_size epochs seed", "steps_per_epoch left_out_per_epoch"
@@ -149,9 +149,9 @@ def summarize(
     recent = [loss for _, loss, _, _ in rows[-window:]]
     return {
         **_memory(job),
-        "step_ms_median": statistics.median(ms for _, _, ms, _ in rows) if rows else None,
-        "examples_per_s": statistics.median(rate for *_, rate in rows) if rows else None,
-        "loss": statistics.fmean(recent) if recent else None,
+        "step_ms_median": float(np.median([ms for _, _, ms, _ in rows])) if rows else None,
+        "examples_per_s": float(np.median([rate for *_, rate in rows])) if rows else None,
+        "loss": float(np.mean(recent)) if recent else None,
         "metric": evaluations[-1]["metric"] if evaluations else None,
         "metric_name": job.task.metric_name,
         "noise": noise_of(job),

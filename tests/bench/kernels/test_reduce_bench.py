@@ -90,7 +90,7 @@ def test_what_is_chosen_is_chosen_as_in_sessions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By the same classes, strategies and file format; not with the user's own file."""
-    monkeypatch.setenv(ranges.CACHE_VARIABLE, str(tmp_path / "users"))
+    monkeypatch.setenv("DAF_CACHE", str(tmp_path / "users"))
     caches: list[Path | None] = []
     begin = ranges.Ranges.__init__
 

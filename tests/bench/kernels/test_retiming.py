@@ -68,7 +68,7 @@ def test_who_finds_the_input_in_a_cache_does_not_win_by_that() -> None:
 
 
 def test_a_check_in_another_process_does_not_take_compiling_for_slowness(tmp_path) -> None:
-    path = tmp_path / "reduce.json"
+    path = tmp_path
     seconds = {"tree": 1e-3, "atomics": 3e-3, "hybrid": 1.5e-3}
     RetimingChooser("gpu", NAMES, path).choose("class", Input(Machine(seconds)))
     machine = Machine(seconds | {"tree": 4e-3}, compiling=COMPILING)

@@ -122,7 +122,6 @@ class CpuBackend(Backend):
 
 
 def _room_for_sums(geometry: norms.Geometry) -> dict[str, Any]:
-    """Return the fields of a job that takes the sums of each channel."""
     channels, inner, count = geometry
     threads = torch.get_num_threads()
     size_bytes = reductions.sums_workspace_bytes(count, threads, channels, inner)

@@ -120,7 +120,6 @@ class TritonBackend(Backend):
     def _parts(
         self, values: Values, span_blocks: int, device: torch.device
     ) -> Iterator[norms.Values]:
-        """Yield whole spans, as many blocks at a time as a part holds."""
         if isinstance(values, KeptValues):
             whole = (0, block_count(values.x.numel()))
             yield norms.Values(_items(values.x), whole, values.forward)

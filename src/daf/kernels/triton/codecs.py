@@ -1,10 +1,6 @@
 """The codecs on a GPU, through Triton: tensors in, tensors out, the oracle's bytes.
 
-Elements are contiguous tensors of float32, bfloat16 or float16 in memory order; planes are
-:class:`daf.kernels.triton.planes.DevicePlanes`; ``key`` is an int in [0, 2**64). Everything runs on
-the current stream of the tensors' device, and nothing waits for it: kernels return findings as
-tensors. Each function raises KernelError when called outside its contract. Under Triton's
-interpreter (``TRITON_INTERPRET=1`` before this module is imported) tensors are on the CPU.
+Each function raises KernelError when called outside its contract.
 """
 
 from __future__ import annotations

@@ -100,7 +100,6 @@ def _words_of_turn(words, turn, TURNS: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _transform_again(values, matrix, blocks, peaked, key_low, key_high, BLOCKS: tl.constexpr):
-    """Return blocks after their second round, where they are peaked."""
     if tl.max(peaked.to(tl.int32), axis=0) != 0:
         words = sign_words(key_low, key_high, blocks, 1, BLOCKS)
         again = _between_rounds(values, spread_signs(words, BLOCKS))

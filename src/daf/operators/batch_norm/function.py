@@ -1,17 +1,4 @@
-"""Batch normalisation, residual addition and ReLU (or ReLU6) as one autograd operator.
-
-Forward reads the input twice: once for the statistics, once to write the result, the exact 1-bit
-mask and the code of the normalised value, a few blocks at a time. The result goes into the input's
-own memory where nobody else holds that. Backward reads the planes block by block, twice: sums of
-the gradient g and of g times the value v for each channel, then the input's gradient
-
-    gamma * inverse_deviation * (g - mean(g) - v * mean(g * v))
-
-(Ioffe and Szegedy, 2015), written over the incoming gradient where nobody else holds that.
-
-The operator behind derives its input from the same code and mask (``PackedTensor.recipe``), so that
-a convolution holds nothing of its own.
-"""
+"""Batch normalisation, residual addition and ReLU (or ReLU6) as one autograd operator."""
 
 from __future__ import annotations
 

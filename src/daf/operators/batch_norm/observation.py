@@ -1,14 +1,4 @@
-"""Observes where batch normalisation, addition and ReLU can be one operator.
-
-A normalisation is fused with what follows if only the ReLU (or ReLU6) behind it reads its result,
-or an addition whose sum only the ReLU behind that reads; any other is fused by itself. The first
-step that runs the normalisation observes every operator that touches the result, with module and
-tensor hooks. A result (or sum) that outlives the step, or parts of which change before it is read,
-is computed at once. Tracing by ``torch.fx`` would miss hooks and what a module puts aside.
-
-A later step that does otherwise is recognised (``operator``). What no function mode sees (a
-scripted function, an extension called past PyTorch's dispatch) would read NaN there.
-"""
+"""Observes where batch normalisation, addition and ReLU can be one operator."""
 
 from __future__ import annotations
 

@@ -1,16 +1,4 @@
-"""Attention with dropout on the CPU, a part of the batch at a time, and run again in backward.
-
-PyTorch's fused CPU kernel knows no dropout. Its composite saves for every head rows x columns of
-weights before and after dropout, and of its noise. Here q, k, v and the noise's exact bits are
-held; weights exist for one chunk of the batch at a time, in forward and once more in backward.
-
-The noise is drawn in one call, as PyTorch draws it, so that the same seed drops the same weights;
-every step is the composite's own. Where nothing is coded, gradients are PyTorch's up to the order
-of additions. Weights are not linear in q and k, so few bits of these would bias the gradient: their
-codes have eight bits, or four where a plan knows what these add.
-
-Where a graph of the gradients is wanted, weights exist for the whole batch.
-"""
+"""Attention with dropout on the CPU, a part of the batch at a time, and run again in backward."""
 
 from __future__ import annotations
 

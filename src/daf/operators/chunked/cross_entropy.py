@@ -1,12 +1,4 @@
-"""``F.cross_entropy(F.linear(hidden, weight), target)`` without the logits, in chunks of rows.
-
-For a large vocabulary the logits are the largest tensor of a language model's step.
-
-The forward pass forms the gradients, chunk by chunk, while the chunk's logits exist (as Liger's
-fused linear cross-entropy does: Hsu et al., arXiv 2410.10989, section 3.2). Forming the logits in
-backward would cost a fourth matrix product beside three and hold no less at the peak: it keeps
-``hidden``, not its gradient, and the weight's appears as backward begins, when all else is held.
-"""
+"""``F.cross_entropy(F.linear(hidden, weight), target)`` without the logits, in chunks of rows."""
 
 from __future__ import annotations
 
@@ -187,7 +179,6 @@ def _differentiable(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _keep(ctx: Any, gradients: _Gradients, inputs: tuple[Tensor | None, ...]) -> None:
-    """Save the gradients in the inputs' own dtypes, as plain gradients would be held."""
     ctx.wanted = [each is not None for each in gradients]
     pairs = zip(gradients, inputs, strict=True)
     ctx.save_for_backward(

@@ -1,11 +1,4 @@
-"""A product with a weight whose backward goes through the batch a chunk at a time.
-
-PyTorch's own backward takes its whole decoded input beside the gradients of result and input. Here
-one chunk of the batch is decoded, used for that chunk's gradient and its share of the weight's, and
-freed. Shares are added in the order of the batch: equal to PyTorch's up to the order of additions.
-An input that is kept is used whole, bit for bit as PyTorch does, unless a size of chunks is given.
-The input's gradient is written over the result's where nobody else holds that and geometries agree.
-"""
+"""A product with a weight whose backward goes through the batch a chunk at a time."""
 
 from __future__ import annotations
 
@@ -117,7 +110,6 @@ def _in_chunks(
 
 
 def _room(layout: Layout, gradient: Tensor, *, owned: bool) -> Tensor:
-    """Return the memory of the input's gradient, whose chunks follow the use of the result's."""
     same = layout.shape == tuple(gradient.shape) and layout.stride == gradient.stride()
     return gradient if owned and same and not gradient.is_neg() else layout.empty()
 

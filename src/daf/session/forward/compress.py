@@ -1,11 +1,4 @@
-"""``daf.compress``: codes of some bits, or a budget, in anybody's training loop.
-
-With a budget, only the forward pass is handed over; the loop keeps its loss, backward and update::
-
-    with daf.compress(model, budget="2GB"):
-        loss = loss_fn(model(x), y)
-    loss.backward()
-"""
+"""``daf.compress``: codes of some bits, or a budget, in anybody's training loop."""
 
 from __future__ import annotations
 

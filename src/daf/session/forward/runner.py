@@ -190,7 +190,6 @@ class ForwardRunner(SessionReadings):
             return plan
 
     def _learn(self) -> None:
-        """Correct the plan by the peak of the first steps, once it is known."""
         version = sum(map(version_of, self.model.parameters()))
         selector = self._plan_controller.selector
         self._updates_seen += -1 < self._version < version
@@ -243,7 +242,6 @@ def trained_beside_bytes(model: nn.Module, profile: Profile) -> int:
 
 
 def _stepped_beside(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:
-    """Return the parameters that the model's own optimizers train, and the model has not."""
     own = {id(each) for each in model.parameters()}
     found = {
         id(e): e for each in optimizers for group in each.param_groups for e in group["params"]
@@ -252,7 +250,6 @@ def _stepped_beside(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -
 
 
 def _living_optimizers(model: nn.Module) -> dict[torch.optim.Optimizer, int]:
-    """Return every living optimizer, and how many of the model's parameters it steps."""
     own = {id(each) for each in model.parameters()}
 
     def shared(optimizer: torch.optim.Optimizer) -> int:

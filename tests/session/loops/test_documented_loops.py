@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import daf
 
-QUICKSTART = Path(__file__).parents[2] / "docs" / "quickstart.md"
+QUICKSTART = Path(__file__).parents[3] / "docs" / "quickstart.md"
 
 
 def block_with(words: str) -> str:

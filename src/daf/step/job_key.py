@@ -1,0 +1,150 @@
+"""A digest of a job: of all that the bytes, times and proofs of its steps depend on but values.
+
+Weights, data and learning rates may differ; what the model, the loss and the optimizer are made of
+may not: their code and what it calls, their attributes, what it reads of its module, all sizes.
+What cannot be pickled has no digest, so that nothing is believed of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import platform
+from collections.abc import Callable, Mapping
+from functools import cache
+from logging import Logger
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from daf.step.splitting import code_words, proof_key
+from daf.torch_compat.pytree import tensors_inside
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_BY_NAME = (ModuleType, Logger, BuiltinFunctionType, torch.Generator, np.ufunc)
+_MODULES_BY_NAME = ("torch._ops", "numpy.random")
+_LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
+
+
+def job_key(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    loss_fn: Callable[..., Any],
+    options: Mapping[str, Any],
+) -> str | None:
+    """Return the digest; None if something of the job cannot be pickled."""
+    groups = optimizer.param_groups
+    flags = [(k, v) for group in groups for k, v in group.items() if isinstance(v, bool)]
+    kind = (type(optimizer), flags, [len(each["params"]) for each in groups], bool(optimizer.state))
+    proven = proof_key(model, batch, loss_fn)
+    digest = hashlib.sha256()
+    try:
+        writer = _Writer(SimpleNamespace(write=digest.update))
+        writer.dump((proven, _surroundings(), options, kind, model, loss_fn))
+        writer.dump(list(tensors_inside(batch)))
+    except Exception:  # of anybody's objects
+        return None
+    return digest.hexdigest()
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """Return what else decides which kernels run, and how fast."""
+    machine = (platform.node(), platform.python_version(), os.cpu_count(), torch.get_num_threads())
+    kernels = (torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.enabled)
+    numbers = (torch.get_default_dtype(), torch.get_float32_matmul_precision())
+    casts = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    repeats = torch.are_deterministic_algorithms_enabled()
+    return machine, kernels, numbers, casts, torch.get_autocast_dtype("cpu"), repeats
+
+
+class _Writer(pickle.Pickler):
+    """Pickles with code in place of names, and forms in place of tensors."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file, protocol=5)
+        self._tensors: dict[int, tuple[int, Tensor]] = {}  # held, so that ids stay theirs
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return what stands for a value; None: what it is made of."""
+        if isinstance(value, Tensor):
+            number = self._tensors.setdefault(id(value), (len(self._tensors), value))[0]
+            strides = value.stride() if value.layout is torch.strided else ()
+            form = (value.dtype, value.device, value.layout, value.requires_grad)
+            return number, f"{tuple(value.shape)} {strides} {form}"
+        if isinstance(value, np.ndarray):
+            return f"{value.dtype} {value.shape}"
+        if isinstance(value, (set, frozenset)):  # in another order in each process
+            if not all(type(each) in _PLAIN for each in value):
+                raise pickle.PicklingError
+            return sorted(map(repr, value))
+        if isinstance(value, _BY_NAME) or type(value).__module__.startswith(_MODULES_BY_NAME):
+            name = getattr(value, "__qualname__", getattr(value, "__name__", ""))
+            return type(value).__qualname__, str(name)
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return what code does, as state, which may refer to itself; of a library, its file."""
+        if isinstance(value, FunctionType) and value is not _code:
+            library = _library(value.__code__.co_filename)
+            cells = [_content(each) for each in value.__closure__ or ()]
+            given = (value.__defaults__, value.__kwdefaults__, cells, value.__dict__)
+            return _code, (value.__qualname__,), (library or _read_by(value), given)
+        if isinstance(value, type):
+            library = _library_of(value)
+            own = () if library else [*filter(None, map(_callable_of, vars(value).values()))]
+            name = f"{value.__module__}.{value.__qualname__} {library}"
+            return _code, (name,), (value.__bases__, own)
+        return NotImplemented
+
+
+def _code(_: str) -> None:
+    """Stand for a function or a class; nothing is ever read back."""
+
+
+def _read_by(function: FunctionType) -> tuple[Any, ...]:
+    codes, known = _codes_in(function.__code__), function.__globals__
+    names = sorted({name for code in codes for name in code.co_names if name in known})
+    return (*code_words(function.__code__), *((name, known[name]) for name in names))
+
+
+def _codes_in(code: CodeType) -> list[CodeType]:
+    inside = (each for each in code.co_consts if isinstance(each, CodeType))
+    return [code, *(part for each in inside for part in _codes_in(each))]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing is in it yet
+        return None
+
+
+def _callable_of(value: Any) -> Any:
+    """Return what a class's entry runs; a plain value as it is; None for anything else."""
+    value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+    return value if isinstance(value, (FunctionType, *_PLAIN)) else None
+
+
+@cache
+def _library_of(kind: type) -> str:
+    """Return the library that a class comes from; empty: the user's own."""
+    functions = (each for each in map(_callable_of, vars(kind).values()) if callable(each))
+    found = next((each.__code__.co_filename for each in functions), "")
+    return _library(found) if found else "without code"
+
+
+@cache
+def _library(path: str) -> str:
+    """Return a library's file, its time and its size, others when it changes; else nothing."""
+    if not any(each in path for each in _LIBRARIES):
+        return ""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return path
+    return f"{path} {stat.st_mtime_ns} {stat.st_size}"

@@ -1,0 +1,177 @@
+"""A second session of the same job begins at once, and believes nothing that has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from daf._native import allocator as native
+from torch import Tensor, nn
+
+from daf import Session
+from daf.core.errors import BudgetError
+from daf.memory import process_memory
+from daf.profiling.profiler import Profiler
+
+pytestmark = pytest.mark.skipif(
+    bool(native.unsupported_reason()), reason="needs redirected allocations"
+)
+EXAMPLES = 64
+
+
+class Network(nn.Module):
+    """Its examples read one another where the buffer ``mixes`` is not 0: they cannot be cut."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(64, width), nn.GELU(), nn.Linear(width, width), nn.GELU()
+        )
+        self.head = nn.Linear(width, 10)
+        self.register_buffer("mixes", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x).mean(1)
+        result: Tensor = self.head(hidden + self.mixes * hidden.mean(0))
+        return result
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def other_loss(model: nn.Module, batch: Any) -> Tensor:
+    return 0.5 * F.cross_entropy(model(batch[0]), batch[1])
+
+
+def batch(examples: int = EXAMPLES) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(examples, 256, 64), torch.randint(0, 10, (examples,))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DAF_CACHE", str(tmp_path))
+    return tmp_path / "starts"
+
+
+@pytest.fixture
+def profiles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many profiles were measured so far: one entry each."""
+    found: list[int] = []
+    measure = Profiler.profile
+
+    def counted(self: Profiler, *arguments: Any, **options: Any) -> Any:
+        found.append(1)
+        return measure(self, *arguments, **options)
+
+    monkeypatch.setattr(Profiler, "profile", counted)
+    return found
+
+
+def budget_of(megabytes: int) -> int:
+    return process_memory.taken_bytes() + megabytes * 1_000_000
+
+
+def run(
+    steps: int = 2,
+    width: int = 256,
+    loss_fn: Callable[..., Any] = loss,
+    examples: int = EXAMPLES,
+    mixes: float = 0.0,
+    **options: Any,
+) -> Session:
+    torch.manual_seed(0)
+    model = Network(width)
+    model.mixes.fill_(mixes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    budget = options.pop("budget", None) or budget_of(400)
+    with Session(model, optimizer, budget, **options) as session:
+        for _ in range(steps):
+            session.step(batch(examples), loss_fn)
+    return session
+
+
+def test_a_second_session_measures_nothing_and_trains_the_same(profiles: list[int]) -> None:
+    budget = budget_of(400)
+    cold = run(budget=budget, tolerance=0.0)
+    measured = len(profiles)
+    assert measured
+    assert not cold.began_warm
+    warm = run(budget=budget, tolerance=0.0)
+    assert warm.began_warm
+    assert len(profiles) == measured
+    assert warm.profile is not None
+    assert cold.profile is not None
+    assert warm.profile.savings == cold.profile.savings
+    for ours, before in zip(warm.model.parameters(), cold.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, before)  # in other parts: rounded otherwise
+
+
+def test_whatever_else_a_job_is_it_is_measured(profiles: list[int]) -> None:
+    budget = budget_of(400)
+    run(budget=budget)
+    others: tuple[dict[str, Any], ...] = (
+        {"width": 192},
+        {"loss_fn": other_loss},
+        {"examples": 48},
+        {"tolerance": 0.0},
+        {"budget": 2 * budget},
+        {"cache": False},
+    )
+    for other in others:
+        before = len(profiles)
+        assert not run(**{"budget": budget, **other}).began_warm
+        assert len(profiles) > before, other
+    assert run(budget=budget).began_warm  # that of the first is still there
+
+
+def test_a_cut_that_values_have_made_wrong_is_not_believed(profiles: list[int]) -> None:
+    """Buffers' values are in no key, and the same operators run."""
+    budget = budget_of(60)
+    known = run(budget=budget, tolerance=0.0)
+    assert known.plan is not None
+    assert known.plan.micro_batch < EXAMPLES
+    assert run(budget=budget, tolerance=0.0).began_warm
+    measured = len(profiles)
+    with pytest.raises(BudgetError):
+        run(budget=budget, tolerance=0.0, mixes=1.0)
+    assert len(profiles) > measured
+
+
+def test_a_process_that_holds_more_plans_beside_it() -> None:
+    budget = budget_of(400)
+    first = run(budget=budget, tolerance=0.0)
+    held = torch.ones(45_000_000)  # 180 MB
+    again = run(budget=budget, tolerance=0.0)
+    assert again.began_warm
+    assert again.profile is not None
+    assert first.profile is not None
+    more_bytes = again.profile.resident_bytes - first.profile.resident_bytes
+    assert more_bytes > held.nbytes / 2  # part of it took the place of what measuring left
+    assert again.peak_bytes <= budget
+
+
+def test_a_damaged_or_older_file_is_measured_anew(
+    folder: Path, profiles: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    budget = budget_of(400)
+    run(budget=budget)
+    (kept,) = folder.iterdir()
+    kept.write_bytes(kept.read_bytes()[:-20])
+    before = len(profiles)
+    assert not run(budget=budget).began_warm
+    assert len(profiles) > before
+    assert "is damaged" in caplog.text
+
+
+def test_nothing_is_kept_where_no_folder_is_wanted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DAF_CACHE", "")
+    run()
+    assert not folder.exists()
