@@ -97,3 +97,37 @@ def test_a_batch_that_is_not_cut_and_fits_as_it_is_is_not_measured_whole() -> No
     with daf.Session(model, optimizer, budget, tolerance=0) as session:
         session.step(batch, counted)
     assert sizes.count(ROWS) == 1
+
+
+def convolutions() -> nn.Module:
+    layers = [nn.Conv2d(3, 16, 3, padding=1)]
+    for _ in range(4):
+        layers += [nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
+    return nn.Sequential(*layers)
+
+
+@needs_peak
+@pytest.mark.parametrize("pairs_bytes", [0, 2**14])
+def test_a_batch_that_surely_fits_is_measured_whole_only_if_it_grows_unevenly(
+    pairs_bytes: int,
+) -> None:
+    """With ``pairs_bytes`` of every pair of examples, four times as much for twice as many."""
+    model, batch = convolutions(), torch.randn(64, 3, 48, 48)
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        made = model(batch)
+        torch.zeros(len(batch) ** 2 * pairs_bytes, dtype=torch.uint8).add_(1)
+        return made.square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, batch[:8]).backward()
+    optimizer.zero_grad()
+    gc.collect()
+    glibc.return_free_memory()
+    budget = process_memory.resident_bytes() + 110 * 2**20  # plain: 140 and more
+    with daf.Session(model, optimizer, budget, operators="pytorch") as session:
+        session.step(batch, loss_of)
+        assert session.split_refusal
+        assert session.peak_bytes <= budget
+        assert session.profile is not None
+        assert session.profile.observed_examples == (64 if pairs_bytes else 16)

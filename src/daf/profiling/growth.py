@@ -20,6 +20,7 @@ from daf.saved_tensors.observation import Observation
 MOST_POWER = 2.0
 # Libraries' own memory counts where the process's peak passes the tensors' by this share.
 SHOWN_SHARE = 0.2
+EVEN_SHARE = 0.05  # of a step's peak, more than smaller ones foretell
 _GROWING = ("savings", "calls", "timeline", "passing_bytes")
 
 
@@ -38,19 +39,35 @@ class PeakGrowth:
         kinds = (seen for seen in self._seen.values() if seen.get(found.examples) is found)
         return sorted(next(kinds, {0: found}).values(), key=lambda each: each.examples)
 
+    def is_even(self, found: Observation) -> bool:
+        """True if three sizes show that no moment's bytes grow faster than examples."""
+        steps = self.alike(found)[-3:]
+        if len(steps) < 3 or len({len(each.peak_bytes) for each in steps}) > 1:
+            return False
+        *sizes, last = (each.examples for each in steps)
+        spare = EVEN_SHARE * _tensor_bytes(found)
+        for *before, peak in zip(*(each.peak_bytes for each in steps), strict=True):
+            if peak > Affine.through(zip(sizes, before, strict=True)).at(last) + spare:
+                return False
+        return True
+
     def peak_bytes(self, found: Observation, examples: int, gradient_bytes: int) -> float:
         """Return the peak of a step of ``found``'s kind beyond gradients and what was held before.
 
         The process's peaks vary by pages and tensors' are exact: the larger of the two counts.
         """
         alike = self.alike(found)
-        tensors = ((each.examples, max(each.peak_bytes, default=0)) for each in alike)
+        tensors = ((each.examples, _tensor_bytes(each)) for each in alike)
         process = ((each.examples, each.process_bytes) for each in alike)
         growing = (
             Affine.through((n, max(0, nbytes - gradient_bytes)) for n, nbytes in points)
             for points in (tensors, process)
         )
         return max(0.0, *(line.at(examples) for line in growing))
+
+
+def _tensor_bytes(found: Observation) -> int:
+    return max(found.peak_bytes, default=0)
 
 
 def beside_tensors(observations: Sequence[Observation], memory: MemoryDomain) -> Affine:

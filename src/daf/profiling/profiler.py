@@ -35,6 +35,7 @@ from daf.profiling.growth import PeakGrowth, beside_tensors
 from daf.profiling.profile_assembly import build, with_recipes
 from daf.profiling.replay_proof import ProofLimits, most_ms, prove_replays, refuse_replays
 from daf.profiling.small_steps import (
+    LONG_MS,
     RECOMPUTING,
     TIGHTEST,
     TIGHTEST_BITS,
@@ -60,6 +61,7 @@ from daf.step.state_snapshot import StateSnapshot, preserved_state
 
 Found = TypeVar("Found")
 
+SURE_SHARE = 0.8  # of the budget's room: a step that is foretold to take no more fits surely
 # An update reads and writes parameter, gradient and state.
 UPDATE_PASSES = 2
 
@@ -90,8 +92,7 @@ class Profiler:
     def __post_init__(self) -> None:
         self._choice = SplitChoice(WHOLE, refusal=NOT_PROVEN)
         self.proof_ms = 0.0
-        self._operators = StepOperators()
-        self._growth = PeakGrowth()
+        self._operators, self._growth = StepOperators(), PeakGrowth()
         self._beside_bytes, self._mapped_bytes = 0, self.memory.mapped_bytes()
         self._bound_bytes: float = math.inf
 
@@ -153,7 +154,7 @@ class Profiler:
                 say("a first small step")
                 self._observe_bounded(context, sizes[0])
             observations = self._observations(context, sizes, budget_bytes, say)
-            observations += self._whole(context, observations[-1], budget_bytes, say)
+            observations += self._whole(context, own, observations[-1], budget_bytes, say)
             say("times")
             times = self._times(context, observations, budget_bytes)
             say("replays")
@@ -207,8 +208,7 @@ class Profiler:
 
     def _dry_run(self, context: StepContext, expected: Expectation, budget_bytes: int) -> bool:
         """Find what may be fused; returns True, as None is what a refusal returns."""
-        wanted = (min(EXAMPLES, context.info.examples),)
-        cut = context.choice.cut
+        wanted, cut = (min(EXAMPLES, context.info.examples),), context.choice.cut
         examples = sizes_within(wanted, expected, budget_bytes, cut.least)[-1]
         policy = self._operators.of(TIGHTEST, examples)
         dry_run(self.capture, self.model, policy, context.batch, context.loss_fn, examples, cut)
@@ -240,14 +240,18 @@ class Profiler:
         return self._growth.alike(found[0]) if len(found) == 1 else found
 
     def _whole(
-        self, context: StepContext, largest: Observation, budget_bytes: int, say: Say
+        self, context: StepContext, own: Profile | None, largest: Observation, budget: int, say: Say
     ) -> list[Observation]:
-        """Observe a batch that is not cut as it is, where it needs a plan: growth is a guess."""
+        """Observe a batch that is not cut as it is, if it needs a plan and growth is a guess."""
         examples = context.info.examples
-        bound_bytes = min(self._bound_bytes, budget_bytes - MARGIN_BYTES)
+        bound_bytes, now = min(self._bound_bytes, budget - MARGIN_BYTES), self._resident_bytes()
         whole_bytes = self._kept_bytes(largest, examples)
         needs_plan = self._expected(largest, largest.examples) <= bound_bytes < whole_bytes
-        if not self._choice.refusal or largest.examples == examples or not needs_plan:
+        if not (self._choice.refusal and needs_plan) or largest.examples == examples:
+            return []
+        is_even = self._growth.is_even(largest) if own is None else own.observed_examples < examples
+        room, tight = bound_bytes - now, self._expected(largest, examples) - now
+        if is_even and tight <= SURE_SHARE * room:
             return []
         say(f"bytes at {examples}")
         found = self._within(bound_bytes, partial(self._observe, context, examples))
@@ -318,7 +322,8 @@ class Profiler:
             kept.append((size, step_ms))
         if not kept:
             return Times(((largest.examples, largest.step_ms),))
-        return Times(tuple(kept), fastest(TIGHTEST, kept[-1][0]))
+        is_known = largest.coded_ms >= LONG_MS and largest.examples == kept[-1][0]
+        return Times(tuple(kept), largest.coded_ms if is_known else fastest(TIGHTEST, kept[-1][0]))
 
     def _fitting_kept(self, observations: list[Observation], budget_bytes: int) -> list[int]:
         sizes = {each.examples: self._kept_bytes(each, each.examples) for each in observations}
@@ -398,6 +403,7 @@ class Profiler:
             update_bytes=passing,
             passing_bytes=beside_tensors(observations, self.memory),
             split_refusal=self._choice.refusal,
+            observed_examples=observations[-1].examples,
             proof_bytes=self._bytes_to_prove(observations[0]),
             least_micro_batch=self._choice.cut.least,
             recycles=self.keeper.recycles,

@@ -103,7 +103,8 @@ class Observer:
             try:
                 yield
             finally:
-                self.found.step_ms = 1000.0 * (self.now_s() - start_s) - self._coding_ms
+                self.found.coded_ms = 1000.0 * (self.now_s() - start_s)
+                self.found.step_ms = self.found.coded_ms - self._coding_ms
                 if self._begun:
                     self._close_moment()
                 self._meter.finish(self.found.peak_bytes)

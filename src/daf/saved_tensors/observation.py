@@ -109,6 +109,7 @@ class Observation:
     decode: dict[Method, MethodTime] = field(default_factory=dict)
     forward: int = 0  # the first moments, those of the forward pass
     step_ms: float = 0.0  # forward and backward, without encoding and decoding
+    coded_ms: float = 0.0  # with both
     recording_ms: float = 0.0  # of the graph of values
     plain_bytes: int = 0
     chunk_bytes: int = 0  # decoded at a time, at most
