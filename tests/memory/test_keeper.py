@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+from functools import partial
 
 import pytest
 import torch
@@ -136,7 +137,9 @@ def test_what_must_not_fail_half_way_is_not_bounded(keeper: MemoryKeeper) -> Non
         hold(100)
 
 
-def test_a_step_that_must_finish_gives_back_first_and_then_passes_the_budget() -> None:
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_step_that_must_finish_gives_back_first_and_then_passes_the_budget(ends: bool) -> None:
+    """Until the next step is bounded, or its own turn ``ends``."""
     spare = [hold(60)]
     asked: list[int] = []
 
@@ -163,7 +166,7 @@ def test_a_step_that_must_finish_gives_back_first_and_then_passes_the_budget() -
         assert whole(first)
         assert whole(second)
         assert keeper.refusals() == refusals
-        keeper.bound(budget, budget)
+        (keeper.restore_bound if ends else partial(keeper.bound, budget, budget))()
         assert keeper.overrun_bytes == 0
         with pytest.raises(RuntimeError, match="can't allocate memory"):
             hold(40)

@@ -128,6 +128,8 @@ def test_after_the_first_update_the_step_is_finished_and_its_overrun_told() -> N
         assert 40 * MIB < report.overrun_bytes <= 100 * MIB
         for name, value in expected.items():
             assert torch.equal(model.state_dict()[name], value), name
+        with pytest.raises(RuntimeError, match="can't allocate memory"):  # the step has finished
+            torch.ones(60 * MIB, dtype=torch.uint8)
         # The next step runs under the next tighter plan, which is to cut the batch.
         model.in_backward[0] = 0
         report = session.step(batch(), cross_entropy)

@@ -181,8 +181,9 @@ class DeviceKeeper(Keeper):
     def _change_unbounded(self, by: int | None) -> int:
         with self._lock:
             before = self._unbounded
-            if by is None and not before:
+            if by is None and not (before or self._must_finish):
                 return 0
+            self._must_finish = self._must_finish and by is not None
             self._unbounded = 0 if by is None else max(0, before + by)
             self._apply()
             if not self._unbounded:

@@ -136,7 +136,7 @@ class Keeper(ABC):
         return 0
 
     def commit(self, needed_bytes: int) -> None:
-        """Refuse nothing until ``bound``: free all that can be, count the rest as an overrun.
+        """Refuse nothing until ``restore_bound``: free what can be, count the rest as an overrun.
 
         ``needed_bytes``: of the rest of the step; codes are evicted for them before. RuntimeError:
         there is no room for them; the bound stays.
@@ -149,7 +149,7 @@ class Keeper(ABC):
 
     @abstractmethod
     def must_finish(self) -> None:
-        """Refuse nothing until ``bound``, with what room there is."""
+        """Refuse nothing until ``bound`` or ``restore_bound``, with what room there is."""
 
     @contextmanager
     def unbounded(self, needed_bytes: int = 0) -> Iterator[None]:
@@ -181,7 +181,7 @@ class Keeper(ABC):
             self._change_unbounded(lifted)
 
     def restore_bound(self) -> None:
-        """Bound again what a step that was interrupted may have left unbounded."""
+        """Bound again what an interrupted step left unbounded, or one that had to finish."""
         self._change_unbounded(None)
 
     def _before_unbounded(self, needed_bytes: int) -> None:  # noqa: B027

@@ -199,6 +199,8 @@ class MemoryKeeper(Keeper):
         with account_lock:
             before = self._claim.lifted
             self._claim.lifted = 0 if by is None else max(0, before + by)
+            if by is None:
+                self._claim.must_finish, self._claim.overrun_bytes = False, 0
             owners.settle()
             return before
 

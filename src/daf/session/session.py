@@ -201,7 +201,6 @@ class Session(SessionReadings):
             try:
                 yield
             except BudgetError as error:
-                self._keeper.restore_bound()
                 found = out_of_memory(error, self._keeper.memory_name)
                 if self._budget_controller.is_anothers:
                     found.add_note(
@@ -209,9 +208,8 @@ class Session(SessionReadings):
                         "close it, or raise its budget too"
                     )
                 raise found from error.__cause__
-            except BaseException:
+            finally:
                 self._keeper.restore_bound()
-                raise
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:

@@ -133,7 +133,10 @@ def test_planes_stay_where_giving_them_up_frees_nothing(
     keeper.close()
 
 
-def test_a_step_that_must_finish_does_and_its_cost_is_told(memory: DeviceMemory) -> None:
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_step_that_must_finish_does_and_its_cost_is_told(
+    memory: DeviceMemory, ends: bool
+) -> None:
     keeper = DeviceKeeper(memory)
     memory.reset_peak()
     keeper.bound(0, 16 * MIB)
@@ -143,7 +146,10 @@ def test_a_step_that_must_finish_does_and_its_cost_is_told(memory: DeviceMemory)
     assert 16 * MIB <= keeper.overrun_bytes < 24 * MIB
     del taken
     memory.reset_peak()
-    keeper.bound(0, 16 * MIB)
+    if ends:
+        keeper.restore_bound()
+    else:
+        keeper.bound(0, 16 * MIB)
     assert keeper.overrun_bytes == 0
     assert memory.held_bytes() <= 16 * MIB
     keeper.close()
