@@ -25,7 +25,7 @@ def test_calibration_finds_the_fastest_within_the_limit(seconds) -> None:
     assert found_on(machine) == pytest.approx(seconds)
     once = sum(seconds.values())
     assert machine.now <= max(CALIBRATION_SECONDS + max(seconds.values()), once) * 1.000001
-    assert {1 <= machine.ran.count(name) <= 10 for name in NAMES} == {True}
+    assert {1 <= machine.ran.count(name) <= 32 for name in NAMES} == {True}
 
 
 @given(TABLES)
@@ -105,13 +105,13 @@ def test_what_starting_takes_says_nothing_of_larger_inputs() -> None:
     assert "atomics" not in machine.ran
 
 
-def test_a_strategy_that_is_hopeless_is_run_once() -> None:
+def test_a_strategy_that_is_hopeless_is_run_on_a_part_only() -> None:
     machine = Machine({"tree": 1e-4, "atomics": 1e-3, "hybrid": 2e-4})
     found_on(machine)
     assert {name: machine.ran.count(name) for name in NAMES} == {
-        "tree": 10,
-        "atomics": 1,
-        "hybrid": 10,
+        "tree": 32,
+        "atomics": 6,
+        "hybrid": 32,
     }
 
 

@@ -3,7 +3,8 @@
 The reduction micro-benchmark of DAF (arXiv 2507.07149): the least and greatest value of a tensor,
 or of its channels, by a tree, by atomics alone and by both (*hybrid reduction*).
 On a CUDA device the strategies are Triton's, and times are those
-of events; else they are the native ones of the processor. CUB is reached through CuPy where that
+of events; else they are the native ones of the processor. A call is a session's, with its own
+memory for the ends. CUB is reached through CuPy where that
 can be imported. What is chosen is chosen as in sessions, by ``daf.codecs.ranges``.
 Contestants take turns; rows are medians, ratios those of times of the same round. Every
 strategy gives the same bits; one that does not ends the benchmark.
@@ -26,12 +27,10 @@ import torch
 from torch import Tensor
 
 from daf.codecs.ranged import WHOLE, Cut
-from daf.codecs.ranges import PYTORCH, Ranges, device_name
+from daf.codecs.ranges import PYTORCH, Ranges, device_name, ends_by
 from daf.core.errors import KernelError
 from daf.kernels import RangeStrategy
-from daf.kernels.cpu.job import Job
-from daf.kernels.cpu.reductions import measure_ranges, range_strategy, ranges_workspace_bytes
-from daf.kernels.normalisation import Geometry
+from daf.kernels.cpu.reductions import range_strategy
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.timing import device_seconds
 
@@ -40,6 +39,8 @@ Work = Callable[[], object]
 CHOSEN, TORCH, CUB, BEST = "chosen", "torch", "cub", "best"
 TIMED_SECONDS = 2e-4
 _MOST_TIMES = 100
+LOOK_UPS = 300
+LEAST_JUDGED = 2**16  # elements: below, PyTorch's own is taken unmeasured
 STRATEGIES = tuple(strategy.name.lower() for strategy in RangeStrategy)
 CANDIDATES = (*STRATEGIES, TORCH)  # what may be chosen, as in sessions
 
@@ -96,8 +97,7 @@ def run(job: ReduceJob, on_progress: Progress = lambda _: None) -> BenchResult:
 
 def _pick(ranges: Ranges, values: Tensor) -> str:
     """One of CANDIDATES for one call, as sessions choose."""
-    _, channels, inner = values.shape
-    found = ranges.strategy_for(values, Cut(channels, inner) if channels > 1 else WHOLE)
+    found = ranges.strategy_for(values, _cut(values))
     return TORCH if found == PYTORCH else found
 
 
@@ -120,9 +120,38 @@ def _row(values: Tensor, rounds: int, ranges: Ranges) -> dict[str, Any]:
         "choice": chosen,
         "rule": _rule(values),
         "first_use_ms": first_use_ms,
+        "look_up_us": _look_up_us(ranges, values),
         "microseconds": {name: 1e6 * statistics.median(found) for name, found in taken.items()},
         "ratios": ratios_of(taken),
+        "picked_vs_best": picked_vs_best(taken, chosen),
     }
+
+
+def _look_up_us(ranges: Ranges, values: Tensor) -> float:
+    """Microseconds to find a choice that was made: the least of a few thousand look-ups."""
+    taken, cut = [], _cut(values)
+    for _ in range(10):
+        begin_s = time.perf_counter()
+        for _ in range(LOOK_UPS):
+            ranges.strategy_for(values, cut)
+        taken.append(time.perf_counter() - begin_s)
+    return 1e6 * min(taken) / LOOK_UPS
+
+
+def picked_vs_best(taken: Mapping[str, list[float]], picked: str) -> float:
+    """Time of the strategy picked over the best one's: near end of the median's 95 % interval.
+
+    The look-up is not in it. The interval is that of order statistics, by the binomial.
+    """
+    medians = {name: statistics.median(taken[name]) for name in CANDIDATES}
+    best = min(CANDIDATES, key=medians.__getitem__)
+    ratios = sorted(a / b for a, b in zip(taken[picked], taken[best], strict=True))
+    beyond, count = 0.0, len(ratios)
+    for rank in range(count // 2):
+        beyond += math.comb(count, rank) / 2**count
+        if beyond > 0.025:
+            return ratios[max(0, rank - 1)]
+    return ratios[count // 2]
 
 
 def ratios_of(taken: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
@@ -176,9 +205,9 @@ def _rule(values: Tensor) -> str | None:
 
 
 def _contestants(values: Tensor) -> dict[str, Work]:
-    """Each gives both ends; ours are checked against PyTorch before any is timed."""
-    ours = _on_gpu(values) if values.device.type == "cuda" else _on_cpu(values)
+    """Each gives both ends, called as sessions call it; ours are checked against PyTorch."""
     expected = torch.stack(_by_torch(values)).flatten().tolist()
+    ours = {name: _by(values, name) for name in STRATEGIES}
     for name, reduce in ours.items():
         found = [float(end) for part in reduce() for end in part.flatten()]
         if found != expected:
@@ -186,7 +215,7 @@ def _contestants(values: Tensor) -> dict[str, Work]:
                 f"asked {name} for the ranges {str(expected)[:80]}, found {str(found)[:80]}; "
                 "report this"
             )
-    return {**ours, TORCH: lambda: _by_torch(values), **_cub(values)}
+    return {**ours, TORCH: _by(values, PYTORCH), **_cub(values)}
 
 
 def _by_torch(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,37 +225,14 @@ def _by_torch(values: Tensor) -> tuple[Tensor, Tensor]:
     return values.amin(dim=(0, 2)), values.amax(dim=(0, 2))
 
 
-def _on_cpu(values: Tensor) -> dict[str, Callable[[], Tensor]]:
-    return {strategy.name.lower(): _native(values, strategy) for strategy in RangeStrategy}
-
-
-def _native(values: Tensor, strategy: RangeStrategy) -> Callable[[], Tensor]:
+def _cut(values: Tensor) -> Cut:
     _, channels, inner = values.shape
-    count, threads = values.numel(), torch.get_num_threads()
-    size_bytes = ranges_workspace_bytes(count, threads, channels, inner, strategy)
-    workspace = torch.empty(max(1, size_bytes), dtype=torch.uint8)
-    ends = torch.empty(2, channels)
-    job = Job(threads, count, source=values.data_ptr(), workspace=workspace)
-    job = job._replace(geometry=Geometry(channels, inner, count))
-
-    def reduce() -> Tensor:
-        measure_ranges(job, *ends, strategy)
-        return ends
-
-    return reduce
+    return Cut(channels, inner) if channels > 1 else WHOLE
 
 
-def _on_gpu(values: Tensor) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
-    from daf.kernels.triton import (
-        reductions as triton_reductions,  # needs triton, which processors alone do not
-    )
-
-    flat, (_, channels, inner) = values.view(-1), values.shape
-
-    def by(strategy: RangeStrategy) -> Callable[[], tuple[Tensor, Tensor]]:
-        return lambda: triton_reductions.measure_ranges(flat, strategy, channels, inner)
-
-    return {strategy.name.lower(): by(strategy) for strategy in RangeStrategy}
+def _by(values: Tensor, name: str) -> Callable[[], tuple[Tensor, Tensor]]:
+    cut = _cut(values)
+    return lambda: ends_by(values, cut, name)
 
 
 def _cub(values: Tensor) -> dict[str, Work]:
@@ -248,13 +254,16 @@ def _cub(values: Tensor) -> dict[str, Work]:
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Worst over shapes of the chosen's time to the best candidate's, PyTorch's and CUB's.
+    """Worst over shapes of what is picked to the best candidate, and of calls to PyTorch and CUB.
 
-    Of hybrid reduction and of the processor's rule too, to the best candidate's.
+    ``worst_vs_best``: of the strategy's own time, from ``LEAST_JUDGED`` elements on; the look-up is
+    told apart. Of hybrid reduction and of the processor's rule too, to the best candidate's.
     """
     ratios = [row["ratios"] for row in rows]
+    judged = [row for row in rows if row["outer"] * row["channels"] * row["inner"] >= LEAST_JUDGED]
     figures = {
-        "worst_vs_best": max(found[BEST][CHOSEN] for found in ratios),
+        "worst_vs_best": max((row["picked_vs_best"] for row in judged), default=1.0),
+        "look_up_us_worst": max(row["look_up_us"] for row in rows),
         "worst_vs_torch": max(found[TORCH][CHOSEN] for found in ratios),
         "hybrid_worst_vs_best": max(found[BEST]["hybrid"] for found in ratios),
         "first_use_ms_worst": max(row["first_use_ms"] for row in rows),

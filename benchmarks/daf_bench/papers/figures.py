@@ -11,7 +11,7 @@ from daf_bench.papers.eviction import INVERTED, SHUFFLED, gains
 from daf_bench.papers.in_turn import OURS, PLAIN, PUBLISHED
 
 Rows = Sequence[dict[str, Any]]
-TABLE, TRAINING, NOISE, EVICTION = "table", "training", "equal noise", "eviction"
+TABLE, TRAINING, NOISE, EVICTION, REDUCE = "table", "training", "equal noise", "eviction", "reduce"
 
 
 def figures_of(rows: Rows) -> dict[str, float]:
@@ -36,6 +36,10 @@ def figures_of(rows: Rows) -> dict[str, float]:
     if evicted := [row for row in rows if row["part"] == EVICTION]:
         figures["eviction_importance_gain"] = min(gains(evicted, SHUFFLED))
         figures["eviction_inverted_over_measured"] = min(gains(evicted, INVERTED))
+    for row in rows:
+        if row["part"] == REDUCE:
+            figures["reduce_worst_vs_best"] = row["worst_vs_best"]
+            figures["reduce_look_up_us_worst"] = row["look_up_us_worst"]
     return figures | _medians(training)
 
 

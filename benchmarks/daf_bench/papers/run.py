@@ -16,8 +16,11 @@ from typing import Any
 from daf_bench.harness.method_runner import Way
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.row_log import Row, RowLog
+from daf_bench.kernels import reductions
+from daf_bench.kernels.reductions import ReduceJob
+from daf_bench.kernels.reductions import quick_job as quick_reduce
 from daf_bench.papers import equal_noise, eviction
-from daf_bench.papers.figures import TABLE, TRAINING, figures_of
+from daf_bench.papers.figures import REDUCE, TABLE, TRAINING, figures_of
 from daf_bench.papers.in_turn import measured_in_turn
 from daf_bench.papers.table import ROWS
 from daf_bench.workloads import WORKLOADS
@@ -64,8 +67,9 @@ def run(
         for name in eviction.WORKLOADS
         if name in job.workloads
     ]
+    reduced = log.row("reduce", partial(_reduced, job))
     table = [{"part": TABLE, **asdict(row)} for row in ROWS]
-    rows = [*table, *training, *noise, *evicted]
+    rows = [*table, *training, *noise, *evicted, reduced]
     return BenchResult("papers", rows, figures_of(rows), _notes(job, training))
 
 
@@ -84,6 +88,12 @@ def _at_equal_noise(job: PapersJob, name: str) -> Row:
 
 def _with_evictions(job: PapersJob, name: str) -> Row:
     return eviction.measured(name, job.sources.folder, is_small=job.is_small)
+
+
+def _reduced(job: PapersJob) -> Row:
+    """The figures of ``daf bench reduce``; fewer, smaller tensors in a run of few steps."""
+    is_quick = job.steps < PapersJob().steps
+    return {"part": REDUCE, **reductions.run(quick_reduce() if is_quick else ReduceJob()).figures}
 
 
 def _measured(job: PapersJob) -> dict[str, Any]:

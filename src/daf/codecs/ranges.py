@@ -33,7 +33,7 @@ PYTORCH = "pytorch"
 STRATEGIES = (*(strategy.name.lower() for strategy in RangeStrategy), PYTORCH)
 LEAST_ELEMENTS = 1 << 16  # below this, choosing takes as long as reducing
 PART_ELEMENTS = 1 << 20  # the part of a larger tensor that all strategies are tried on
-MOST_ELEMENTS = 1 << 23  # that strategies are timed on by a processor; more would tell the same
+MOST_ELEMENTS = 1 << 22  # that strategies are timed on by a processor; more would tell the same
 
 Ends = tuple[Tensor, Tensor]
 
@@ -49,9 +49,10 @@ class Ranges:
     """Ranges on any device, with a chooser for each; safe to call from any thread."""
 
     def __init__(self, cache: Path | None, chooser: type[Chooser] | None = None) -> None:
-        """``cache``: the file to keep choices in; None: only this process's memory."""
+        """``cache``: the folder to keep choices in; None: only this process's memory."""
         self._cache, self._chooser_type = cache, chooser or Chooser
         self._choosers: dict[str, Chooser] = {}
+        self._known: dict[Any, str] = {}  # found within a microsecond
         self._lock = threading.Lock()
         self._broken: set[torch.device] = set()
 
@@ -65,15 +66,15 @@ class Ranges:
         return low.view(cut.channels), high.view(cut.channels)
 
     def _ends(self, tensor: Tensor, cut: Cut) -> Ends:
-        if not self._has_choice(tensor):
-            return _by_pytorch(tensor, cut)
         try:
-            return ends_by(tensor, cut, self._choose(tensor, cut))
+            name = self.strategy_for(tensor, cut)
+            return _by_pytorch(tensor, cut) if name == PYTORCH else ends_by(tensor, cut, name)
         except Exception as problem:
             if is_processor(tensor.device):
                 raise
             # For example, no compiler: a check whether weights are finite must still work.
             self._broken.add(tensor.device)
+            self._known.clear()
             warnings.warn(
                 f"ranges on {tensor.device} are PyTorch's from now on: {problem}", stacklevel=3
             )
@@ -81,7 +82,13 @@ class Ranges:
 
     def strategy_for(self, tensor: Tensor, cut: Cut = WHOLE) -> str:
         """Return the strategy for this call; the first call of a size takes some milliseconds."""
-        return self._choose(tensor, cut) if self._has_choice(tensor) else PYTORCH
+        key = tensor.numel().bit_length(), tensor.dtype, cut, tensor.device, torch.get_num_threads()
+        known = self._known.get(key) if tensor.is_contiguous() else None
+        if known is None:
+            known = self._choose(tensor, cut) if self._has_choice(tensor) else PYTORCH
+            if self._chooser_type is Chooser and tensor.is_contiguous():
+                self._known[key] = known
+        return known
 
     def _choose(self, tensor: Tensor, cut: Cut) -> str:
         name = device_name(tensor.device)

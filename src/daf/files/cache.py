@@ -64,10 +64,9 @@ def keep(folder: Path, name: str, value: Mapping[str, Any]) -> None:
 
 
 def _files(folder: Path) -> list[tuple[int, int, Path]]:
-    """Return when each was used, its bytes and itself; others' processes may remove any."""
     found = []
     for path in folder.glob("*.json"):
-        with suppress(OSError):
+        with suppress(OSError):  # another process removed it
             stat = path.stat()
             found.append((stat.st_mtime_ns, stat.st_size, path))
     return found

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from daf.core.errors import KernelError
 from daf.files.cache import keep, kept
 
@@ -20,7 +18,9 @@ CALIBRATION_SECONDS = 0.04  # with the file and the last run less than 0.05 in a
 MARGIN = 0.03  # a challenger must be faster by this much: noise must not flip
 HOPELESS = 3.0  # times the best seconds: slower strategies are tried on a part only
 STARTING_SECONDS = 1.5e-4  # at most: the host starts and awaits a strategy's kernels on a GPU
-_MOST_SAMPLES = 9
+# Of two runs each: threads of whoever ran before may spin for a while. A part is sampled in this
+# share of the time, since one disturbed run would rule a strategy out.
+PART_PAIRS, PART_SHARE, MOST_PAIRS = 2, 0.3, 12
 
 
 class Trial(Protocol):
@@ -47,36 +47,40 @@ def calibrate(
 ) -> dict[str, float]:
     """Return each strategy's seconds, found within ``limit_seconds`` besides warming up.
 
-    All run once on a part of the input, and those not hopeless there run on the whole in turn, best
+    All run on a part of the input, and those not hopeless there run on the whole in turn, best
     first, while time lasts. The others are predicted from the part, none below those run. Beyond
-    the limit go at most the runs on the part, and what a run is slower than the slowest before it.
+    the limit go at most a run each on the part, and what a run is slower than the slowest before.
     KernelError: there is nothing to choose from.
     """
     if not strategies:
         raise KernelError("asked to choose among no strategies; give at least one")
     end = clock() + limit_seconds
 
-    def first_run(name: str, trial: Trial) -> float:
+    def sampled(names: Sequence[str], trial: Trial, most: int, spared: float) -> dict[str, float]:
         nonlocal end
-        begin = clock()
-        trial.warm_up(name)
-        end += clock() - begin
-        return trial.seconds(name)
+        found: dict[str, float] = {}  # the least, since disturbances only add time
+        slowest = 0.0
+        for name in (*names, *([each for each in names for _ in "ab"] * most)):
+            is_over = clock() + slowest > end - spared
+            if is_over and (not spared or name in found):
+                continue
+            if name not in found:
+                begin = clock()
+                trial.warm_up(name)
+                end += clock() - begin
+            taken = trial.seconds(name)
+            if name not in found and clock() + max(taken, slowest) <= end - limit_seconds / 2:
+                taken = min(taken, trial.seconds(name))
+            found[name], slowest = min(taken, found.get(name, taken)), max(slowest, taken)
+        return found
 
-    part = trial.part()
-    of_part = {name: first_run(name, part) for name in strategies}
+    of_part = sampled(strategies, trial.part(), PART_PAIRS, (1 - PART_SHARE) * limit_seconds)
     most = HOPELESS * min(of_part.values()) + STARTING_SECONDS
     hopeful = [name for name in sorted(of_part, key=of_part.__getitem__) if of_part[name] <= most]
-    samples: dict[str, list[float]] = {}
-    slowest = 0.0
-    for name in hopeful * _MOST_SAMPLES:
-        if clock() + slowest <= end:
-            taken = trial.seconds(name) if name in samples else first_run(name, trial)
-            samples.setdefault(name, []).append(taken)
-            slowest = max(slowest, taken)
-    seconds = {name: float(np.median(taken)) for name, taken in samples.items()}
+    seconds = sampled(hopeful, trial, MOST_PAIRS, 0.0)
     pace = max((each / of_part[name] for name, each in seconds.items()), default=1.0)
-    return {name: seconds.get(name, pace * each) for name, each in of_part.items()}
+    least = max(seconds.values(), default=0.0)  # of those that did not run on the whole
+    return {name: seconds.get(name, max(least, pace * each)) for name, each in of_part.items()}
 
 
 @dataclass

@@ -91,7 +91,7 @@ class _Writer(pickle.Pickler):
         """Return what code does, as state, which may refer to itself; of a library, its file."""
         if isinstance(value, FunctionType) and value is not _code:
             library = _library(value.__code__.co_filename)
-            cells = [_content(each) for each in value.__closure__ or ()]
+            cells = [each.cell_contents for each in value.__closure__ or ()]
             given = (value.__defaults__, value.__kwdefaults__, cells, value.__dict__)
             return _code, (value.__qualname__,), (library or _read_by(value), given)
         if isinstance(value, type):
@@ -115,13 +115,6 @@ def _read_by(function: FunctionType) -> tuple[Any, ...]:
 def _codes_in(code: CodeType) -> list[CodeType]:
     inside = (each for each in code.co_consts if isinstance(each, CodeType))
     return [code, *(part for each in inside for part in _codes_in(each))]
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing is in it yet
-        return None
 
 
 def _callable_of(value: Any) -> Any:
