@@ -130,4 +130,4 @@ def test_a_batch_that_surely_fits_is_measured_whole_only_if_it_grows_unevenly(
         assert session.split_refusal
         assert session.peak_bytes <= budget
         assert session.profile is not None
-        assert session.profile.observed_examples == (64 if pairs_bytes else 16)
+        assert session.profile.grows_evenly is not bool(pairs_bytes)

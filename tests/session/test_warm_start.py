@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from daf._native import allocator as native
 from torch import Tensor, nn
 
 from daf import Session
-from daf.core.errors import BudgetError
+from daf.core.errors import BudgetError, ClosedSessionError
 from daf.memory import process_memory
 from daf.profiling.profiler import Profiler
+from daf.session.step_profiles import StepProfiles
+from daf.session.step_runner import StepRunner
+from daf.session.warm_start import WarmStart
 
 pytestmark = pytest.mark.skipif(
     bool(native.unsupported_reason()), reason="needs redirected allocations"
@@ -141,6 +145,116 @@ def test_a_cut_that_values_have_made_wrong_is_not_believed(profiles: list[int]) 
     with pytest.raises(BudgetError):
         run(budget=budget, tolerance=0.0, mixes=1.0)
     assert len(profiles) > measured
+
+
+def test_nor_where_the_plan_would_not_cut_it_yet(profiles: list[int]) -> None:
+    """Budgets fall, and then a cut that was proven for other values would be used."""
+    budget = budget_of(400)
+    known = run(budget=budget, tolerance=0.0)
+    assert known.plan is not None
+    assert known.plan.micro_batch == EXAMPLES
+    measured = len(profiles)
+    mixing = run(budget=budget, tolerance=0.0, mixes=1.0)
+    assert not mixing.began_warm
+    assert len(profiles) > measured
+    assert mixing.split_refusal
+
+
+def test_an_interrupt_in_the_proof_leaves_nothing_believed(
+    profiles: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = budget_of(400)
+    run(budget=budget)
+    measured = len(profiles)
+    prove = StepProfiles.prove_cut
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Session(model, optimizer, budget) as session:
+        monkeypatch.setattr(StepProfiles, "prove_cut", raises(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            session.step(batch(), loss)
+        assert session.plan is None
+        assert session.sensitivity is None
+        monkeypatch.setattr(StepProfiles, "prove_cut", prove)
+        session.step(batch(), loss)
+        assert not session.began_warm
+    assert len(profiles) > measured
+
+
+def raises(error: type[BaseException]) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_a_first_step_that_does_not_fit_is_measured_and_what_was_known_dropped(
+    folder: Path, profiles: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = budget_of(400)
+    run(budget=budget)
+    measured = len(profiles)
+    step, refused = StepRunner.run, []
+
+    def refuses_once(*arguments: Any, **options: Any) -> Any:
+        if not refused:
+            refused.append(sorted(folder.iterdir()))
+            raise BudgetError("no room", 1)
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(StepRunner, "run", refuses_once)
+    again = run(budget=budget)
+    assert not again.began_warm
+    assert len(profiles) > measured
+    assert len(refused[0]) == 1
+    assert run(budget=budget).began_warm  # of what was measured then
+
+
+def test_a_plan_of_the_user_s_is_no_other_session_s(folder: Path) -> None:
+    budget = budget_of(400)
+    model = Network()
+    with Session(model, torch.optim.SGD(model.parameters(), lr=0.01), budget) as session:
+        plan = session.prepare(batch(), loss)
+        session.plan = replace(plan, reason="mine")
+        session.step(batch(), loss)
+    assert list(folder.iterdir()) == []
+
+
+def test_what_was_measured_of_another_loss_or_beside_gradients_is_not_kept(folder: Path) -> None:
+    budget = budget_of(400)
+    model = Network()
+    with Session(model, torch.optim.SGD(model.parameters(), lr=0.01), budget) as session:
+        session.step(batch(), loss)
+        (kept,) = folder.iterdir()
+        before = kept.read_bytes()
+        session._plan_controller.selector.forget()
+        session.step(batch(), other_loss)
+        assert session._warm_start._measured < session._plan_controller.step_profiles.measured
+    assert kept.read_bytes() == before
+    kept.unlink()
+    accumulating = Network()
+    optimizer = torch.optim.SGD(accumulating.parameters(), lr=0.01)
+    with Session(accumulating, optimizer, budget) as session:
+        for _ in range(2):
+            session.backward(batch(), loss)
+        session.update()
+        session.step(batch(), loss)
+        if session._plan_controller.most_users_gradient_bytes:
+            kept.unlink(missing_ok=True)  # of the first pass, beside no gradients
+    if session._plan_controller.most_users_gradient_bytes:
+        assert list(folder.iterdir()) == []
+
+
+def test_a_session_ends_even_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Network()
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.01), budget_of(400))
+    session.step(batch(), loss)
+    monkeypatch.setattr(WarmStart, "keep", raises(ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        session.close()
+    assert native.settings() == (None, None)
+    with pytest.raises(ClosedSessionError):
+        session.step(batch(), loss)
 
 
 def test_a_process_that_holds_more_plans_beside_it() -> None:

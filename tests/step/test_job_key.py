@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -135,6 +136,11 @@ CHANGES = {
     "another structure": lambda: key(batch=[*images()]),
     "another optimizer": lambda: key(kind=torch.optim.AdamW),
     "another kind of update": lambda: key(kind=partial(torch.optim.SGD, foreach=True)),
+    "momentum": lambda: key(kind=partial(torch.optim.SGD, momentum=0.9)),
+    "other parameters": lambda: key(kind=lambda all_, lr: torch.optim.SGD([*all_][:2], lr=lr)),
+    "parameters otherwise chosen": lambda: key(
+        kind=lambda all_, lr: torch.optim.SGD([*all_][1:3], lr=lr)
+    ),
     "an option": lambda: key(tolerance=0.1),
     "another option": lambda: key(tolerance=0.2),
     "a loss's value": lambda: key(loss_fn=Weighted(1.0)),
@@ -165,6 +171,59 @@ def test_so_does_a_global_value_a_function_called_and_the_threads(
     found.append(key())
     assert None not in found
     assert len({*found}) == 5
+
+
+class Depth:
+    depth = 2
+
+
+class Deeper(Depth):
+    first, second = True, False
+
+
+def test_a_class_s_own_values_count_by_name_and_so_does_what_its_methods_wrap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [key(changed("kind", Depth())), key(changed("kind", Deeper()))]
+    monkeypatch.setattr(Depth, "depth", 3)
+    found += [key(changed("kind", Depth())), key(changed("kind", Deeper()))]
+    monkeypatch.setattr(Deeper, "first", False)
+    monkeypatch.setattr(Deeper, "second", True)
+    found.append(key(changed("kind", Deeper())))
+    monkeypatch.setattr(Deeper, "sizes", [1, 2], raising=False)
+    found.append(key(changed("kind", Deeper())))
+    monkeypatch.setattr(Deeper, "run", torch.no_grad()(lambda _: 1), raising=False)
+    found.append(key(changed("kind", Deeper())))
+    monkeypatch.setattr(Deeper, "run", torch.no_grad()(lambda _: 2), raising=False)
+    found.append(key(changed("kind", Deeper())))
+    assert None not in found
+    assert len({*found}) == len(found)
+
+
+def test_a_module_of_the_user_s_is_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = []
+    for number in (1, 22):
+        (tmp_path / "users_library.py").write_text(f"def act(x): return x * {number}\n")
+        job_key.__globals__["_file"].cache_clear()
+        module = importlib.import_module("users_library")
+
+        def using(model: nn.Module, batch: Any) -> Tensor:
+            return MODULES["library"].act(loss(model, batch))
+
+        monkeypatch.setitem(MODULES, "library", module)
+        found.append(key(loss_fn=using))
+    assert None not in found
+    assert found[0] != found[1]
+
+
+MODULES: dict[str, Any] = {}
+
+
+def test_a_data_set_in_python_is_not_read_through() -> None:
+    assert key(changed("rows", [(number,) for number in range(200_000)])) is None
 
 
 def test_what_cannot_be_told_apart_has_no_key() -> None:

@@ -1,7 +1,5 @@
 """``daf doctor``: what this machine offers."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

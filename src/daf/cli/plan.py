@@ -1,7 +1,5 @@
 """``daf plan``: the plan for a budget, without training."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Iterable, Sequence

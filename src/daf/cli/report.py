@@ -1,7 +1,5 @@
 """``daf report``: runs as one HTML file, one PNG, and text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

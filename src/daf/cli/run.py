@@ -1,7 +1,5 @@
 """``daf run``: any Python program, its models trained within a budget, or its tensors counted."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

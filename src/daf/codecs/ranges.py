@@ -70,7 +70,7 @@ class Ranges:
             name = self.strategy_for(tensor, cut)
             return _by_pytorch(tensor, cut) if name == PYTORCH else ends_by(tensor, cut, name)
         except Exception as problem:
-            if is_processor(tensor.device):
+            if is_processor(tensor.device) or isinstance(problem, torch.OutOfMemoryError):
                 raise
             # For example, no compiler: a check whether weights are finite must still work.
             self._broken.add(tensor.device)

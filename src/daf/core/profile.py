@@ -179,7 +179,7 @@ class Profile:
     split_refusal: str = ""  # why the batch must not be split
     proof_bytes: int = 0  # the least budget with room to show that it may be; 0: none is needed
     least_micro_batch: int = 1  # examples that run together
-    observed_examples: int = 0  # in the largest step whose bytes were observed
+    grows_evenly: bool = False  # surely: so small steps foretell the whole batch
     recycles: bool = False  # freed blocks, under a hard limit (``memory.process_limit``)
     chunk_bytes: int = 0  # of the whole batch with fused operators (0: measured without)
     part_bytes: int = 0  # the most that a fused normalisation decodes at a time

@@ -46,8 +46,14 @@ def kept(folder: Path, name: str) -> dict[str, Any] | None:
             return found
     if damaged:
         logging.getLogger("daf").warning("%s is damaged; what it held is measured anew", path)
-        path.unlink(missing_ok=True)
+        drop(folder, name)
     return None
+
+
+def drop(folder: Path, name: str) -> None:
+    """Forget what was kept by a name."""
+    with suppress(OSError):
+        (folder / f"{name}.json").unlink()
 
 
 def keep(folder: Path, name: str, value: Mapping[str, Any]) -> None:
@@ -59,7 +65,7 @@ def keep(folder: Path, name: str, value: Mapping[str, Any]) -> None:
             held += nbytes
             if number and (number >= MOST_FILES or held > MOST_BYTES):
                 path.unlink(missing_ok=True)
-    except (RunFolderError, OSError) as problem:  # a full disk stops no run
+    except (RunFolderError, OSError, TypeError, ValueError) as problem:  # a full disk stops no run
         logging.getLogger("daf").warning("%s is not kept: %s", name, problem)
 
 

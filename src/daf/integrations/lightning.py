@@ -5,8 +5,6 @@ clears gradients, then asks for the backward pass: the gradient that the session
 meanwhile. Accumulation, clipping, precision, schedules and counters stay Lightning's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any

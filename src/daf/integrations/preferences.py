@@ -1,7 +1,5 @@
 """Batches of TRL's preference trainers: all chosen completions, then all rejected ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

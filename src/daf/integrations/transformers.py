@@ -4,8 +4,6 @@ The trainer's own ``training_step`` runs as ever, once for each batch. The loss 
 computed, and its gradient added to ``.grad``, by ``session.backward``.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping

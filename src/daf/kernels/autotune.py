@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -103,8 +104,10 @@ class Chooser:
     ) -> None:
         self._name = re.sub(r"\W+", "-", device)
         self._strategies, self._folder, self._clock = tuple(strategies), folder, clock
+        self._choices: dict[str, Choice] = {}
         found = (kept(folder, self._name) if folder else None) or {}
-        self._choices = {name: Choice(**found[name]) for name in found}
+        with suppress(TypeError):  # of another version
+            self._choices = {name: Choice(**found[name]) for name in found}
 
     def choose(self, shape_class: str, trial: Trial) -> str:
         """Return the strategy for one call; the first call of a class tries them all."""

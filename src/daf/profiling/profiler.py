@@ -62,8 +62,7 @@ from daf.step.state_snapshot import StateSnapshot, preserved_state
 Found = TypeVar("Found")
 
 SURE_SHARE = 0.8  # of the budget's room: a step that is foretold to take no more fits surely
-# An update reads and writes parameter, gradient and state.
-UPDATE_PASSES = 2
+UPDATE_PASSES = 2  # reads and writes parameter, gradient and state
 
 
 @dataclass(eq=False)
@@ -94,7 +93,7 @@ class Profiler:
         self.proof_ms = 0.0
         self._operators, self._growth = StepOperators(), PeakGrowth()
         self._beside_bytes, self._mapped_bytes = 0, self.memory.mapped_bytes()
-        self._bound_bytes: float = math.inf
+        self._bound_bytes, self._grows_evenly = math.inf, False
 
     def profile(
         self,
@@ -243,15 +242,16 @@ class Profiler:
         self, context: StepContext, own: Profile | None, largest: Observation, budget: int, say: Say
     ) -> list[Observation]:
         """Observe a batch that is not cut as it is, if it needs a plan and growth is a guess."""
-        examples = context.info.examples
-        bound_bytes, now = min(self._bound_bytes, budget - MARGIN_BYTES), self._resident_bytes()
+        examples, now = context.info.examples, self._resident_bytes()
+        bound_bytes = min(self._bound_bytes, budget - MARGIN_BYTES)
         whole_bytes = self._kept_bytes(largest, examples)
         needs_plan = self._expected(largest, largest.examples) <= bound_bytes < whole_bytes
         if not (self._choice.refusal and needs_plan) or largest.examples == examples:
             return []
-        is_even = self._growth.is_even(largest) if own is None else own.observed_examples < examples
-        room, tight = bound_bytes - now, self._expected(largest, examples) - now
-        if is_even and tight <= SURE_SHARE * room:
+        is_even = self._growth.is_even(largest) if own is None else own.grows_evenly
+        tight = self._expected(largest, examples) - now
+        self._grows_evenly = is_even and tight <= SURE_SHARE * (bound_bytes - now)
+        if self._grows_evenly:
             return []
         say(f"bytes at {examples}")
         found = self._within(bound_bytes, partial(self._observe, context, examples))
@@ -403,7 +403,7 @@ class Profiler:
             update_bytes=passing,
             passing_bytes=beside_tensors(observations, self.memory),
             split_refusal=self._choice.refusal,
-            observed_examples=observations[-1].examples,
+            grows_evenly=self._grows_evenly,
             proof_bytes=self._bytes_to_prove(observations[0]),
             least_micro_batch=self._choice.cut.least,
             recycles=self.keeper.recycles,

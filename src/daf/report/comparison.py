@@ -1,7 +1,5 @@
 """Several runs side by side: table cells, and the differences as sentences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from daf.core.units import format_bytes

@@ -1,7 +1,5 @@
 """One or several runs as one self-contained HTML file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any

@@ -1,7 +1,5 @@
 """Charts as a PNG by Matplotlib; ``python -m daf.report.picture RUN`` draws ``memory.png``."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """From values to positions and labels: round ticks, thinned series, labels without overlap."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The report as text for a terminal or a log file: tables, bars and the plan's strip."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import fmean
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from daf.torch_compat.out_of_memory import out_of_memory
 _OF_THIS = frozenset(
     ["self", "__class__", "model", "optimizer", "budget", "seed", "baseline_bytes", "cache"]
 )
-_PLACES = frozenset({"spill", "rollback"})
+_PLACES = frozenset({"rollback"})
 
 
 class Session(SessionReadings):
@@ -166,7 +167,7 @@ class Session(SessionReadings):
         options = {name: given[name] for name in sorted(given.keys() - _OF_THIS - _PLACES)}
         plans, noise = self._plan_controller, self._noise
         known = (model, optimizer, memory, plans, noise, self._splitting, options)
-        self._warm_start = WarmStart(*known) if cache else None
+        self._warm_start = WarmStart(*known, is_wanted=cache)
         self._evaluation = Evaluation(model, self._splitting, parts.keeper)
         self._is_closed = False
         parts.end_with(self)
@@ -183,11 +184,12 @@ class Session(SessionReadings):
 
         Waits for another thread's step; none can follow. One that is collected undoes the same.
         """
-        if self._warm_start is not None:
+        try:
             with owners.turn:
                 self._warm_start.keep()
-        self._is_closed = True
-        self._parts.close()
+        finally:
+            self._is_closed = True
+            self._parts.close()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -260,7 +262,7 @@ class Session(SessionReadings):
     @property
     def began_warm(self) -> bool:
         """True if what an earlier session of the same job measured is where this one began."""
-        return self._warm_start is not None and self._warm_start.has_begun
+        return self._warm_start.has_begun
 
     @property
     def plan(self) -> Plan | None:
@@ -270,6 +272,7 @@ class Session(SessionReadings):
     @plan.setter
     def plan(self, value: Plan | None) -> None:
         self._plan_controller.selector.settle_on(value)
+        self._warm_start.stop()  # it is the user's
 
     def prepare(
         self, batch: Any, loss_fn: LossFunction, on_progress: Callable[[str], None] | None = None
@@ -357,10 +360,8 @@ class Session(SessionReadings):
     def _run(
         self, batch: Any, loss_fn: LossFunction, norm: float | None = None, *, updates: bool = True
     ) -> StepReport:
-        report = self._runner.run(self._context(batch, loss_fn), norm, updates=updates)
-        if self._warm_start is not None:
-            self._warm_start.note_step()
-        return report
+        run = partial(self._runner.run, max_grad_norm=norm, updates=updates)
+        return self._warm_start.step(lambda: run(self._context(batch, loss_fn)))
 
     def update(self, *, max_grad_norm: float | None = None) -> float | None:
         """Step the optimizer by the gradients that there are; the next ``backward`` clears them.
@@ -412,8 +413,7 @@ class Session(SessionReadings):
                     self._plan_controller.selector.forget()
             self._proven_for, self._is_resumed = key, False
         place = (self._splitting, self._seed, self._runner.counters.step_index)
-        context = StepContext.of(self.model, batch, loss_fn, *place)
-        return context if self._warm_start is None else self._warm_start.begin(context)
+        return self._warm_start.begin(StepContext.of(self.model, batch, loss_fn, *place))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on as this one would have (JSON-able)."""
@@ -438,6 +438,7 @@ class Session(SessionReadings):
             ValueError: the plan's codes wait in host memory, and this session has none.
         """
         self._refuse_if_closed()
+        self._warm_start.stop()
         self._seed = state["seed"]
         self._splitting.load_state_dict(state["splitting"])
         self._proven_for = state["proven_for"]

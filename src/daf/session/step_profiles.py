@@ -48,6 +48,7 @@ class StepProfiles:
     may_fuse: bool = True
     fusion_refusal: str = ""
     proof_ms: float = 0.0
+    measured: int = 0  # how often
 
     def refuse_without_room(self, budget_bytes: int) -> None:
         """Refuse a hopeless budget where the machine has no room to measure what it would need.
@@ -73,7 +74,7 @@ class StepProfiles:
         A step that fits as it is keeps PyTorch's operators, and with them every bit. So does a step
         that fails with fused ones (second derivatives, say). The batch's first examples are used.
         """
-        self.fusion_refusal = ""
+        self.fusion_refusal, self.measured = "", self.measured + 1
         # Fused operators read codes, which need kernels where the model is.
         can_fuse = can_fuse and self.may_fuse and can_code_on(device_of(self.model))
         profiled = partial(self.profile, context, budget_bytes, on_progress=on_progress)

@@ -8,7 +8,7 @@ the process cannot keep with the plan refuses memory, and a tighter plan follows
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,8 @@ from torch import nn
 from daf.core.errors import BudgetError
 from daf.core.json_dataclasses import from_plain, to_plain
 from daf.core.plan import Plan
-from daf.files.cache import cache_folder, keep, kept
+from daf.core.step_report import StepReport
+from daf.files.cache import cache_folder, drop, keep, kept
 from daf.memory.domain import MemoryDomain
 from daf.sensitivity.result import Sensitivity
 from daf.session.noise_controller import NoiseController
@@ -44,13 +45,15 @@ class WarmStart:
     noise: NoiseController
     splitting: Splitting
     options: Mapping[str, Any]
+    is_wanted: bool = True
     has_begun: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._is_new = True
+        self._is_new = self.is_wanted
         self._place: tuple[Path, str] | None = None
-        self._is_settled = False
+        self._is_settled = self._has_stepped = False
         self._plan: Plan | None = None  # as kept
+        self._measured = 0  # how often, when it was kept first
 
     def begin(self, context: StepContext) -> StepContext:
         """Take what is known of the job of this first step; measure where anything differs."""
@@ -74,62 +77,91 @@ class WarmStart:
         return is_new and self.plan_controller.budget_bytes is not None and not (own or given)
 
     def _begun(self, context: StepContext, found: Mapping[str, Any]) -> StepContext:
-        # No plan fits any more, another version kept it, or host memory is not there.
-        with suppress(BudgetError, KeyError, TypeError, ValueError):
-            begun = self._loaded(context, found)
-            if self._is_proven(begun):
-                self._plan_beside_more()
-                self.has_begun, self._is_settled = True, found["is_settled"]
-                self._plan = self.plan_controller.selector.plan
-                return begun
-        self.splitting.forget()
-        self.noise.tracker.sensitivity = None
-        self.plan_controller.selector.forget()
-        self.plan_controller.predicted_peak_bytes = None
-        return context
+        selector, begun = self.plan_controller.selector, None
+        self._tolerance = selector.constraints.tolerance
+        try:  # no plan may fit any more, another version kept it, host memory is not there
+            with suppress(BudgetError, KeyError, TypeError, ValueError):
+                begun = self._taken(context, found)
+            self.has_begun = begun is not None
+        finally:  # an interrupt, too
+            if not self.has_begun:
+                self._abandon()
+        self._is_settled, self._plan = bool(found.get("is_settled")), selector.plan
+        return begun or context
 
-    def _loaded(self, context: StepContext, found: Mapping[str, Any]) -> StepContext:
+    def _taken(self, context: StepContext, found: Mapping[str, Any]) -> StepContext | None:
         self.splitting.load_state_dict(found["splitting"])
         known = from_plain(Sensitivity | None, found["sensitivity"])
         self.noise.tracker.sensitivity = known
         self.plan_controller.load_state_dict(found["plans"])
         place = (self.splitting, context.seed, context.index)
-        return StepContext.of(self.model, context.batch, context.loss_fn, *place)
-
-    def _plan_beside_more(self) -> None:
-        """Plan for what this process holds and the other did not; raises BudgetError."""
+        begun = StepContext.of(self.model, context.batch, context.loss_fn, *place)
+        if not self._is_proven(begun):
+            return None
         profiles = self.plan_controller.selector.profiles
         known_bytes = profiles.own.resident_bytes if profiles else 0
         more_bytes = self.memory.held_bytes() - known_bytes
-        if more_bytes > ANOTHER_PROCESS_BYTES:
+        if more_bytes > ANOTHER_PROCESS_BYTES:  # than the other process held
             self.plan_controller.plan_beside(more_bytes)
+            self.stop()
+        return begun
 
     def _is_proven(self, context: StepContext) -> bool:
-        """Prove the cut that the plan needs again: values decide it too, and no key knows them."""
-        plan, known = self.plan_controller.selector.plan, context.choice
-        if plan is None or plan.micro_batch >= context.info.examples:
-            return plan is not None
+        """Prove again how batches are cut: values decide it too, and no key knows them."""
+        known, controller = context.choice, self.plan_controller
+        if known.refusal or controller.selector.plan is None:
+            return controller.selector.plan is not None
         context.choose(replace(known, refusal=NOT_PROVEN), is_final=False)
-        with self.plan_controller.keeper.unbounded():
-            self.plan_controller.step_profiles.prove_cut(context, self.plan_controller.budget_bytes)
+        with controller.keeper.unbounded():
+            controller.step_profiles.prove_cut(context, controller.budget_bytes)
         now = context.choice
         return (now.cut, now.weighing, now.refusal) == (known.cut, known.weighing, known.refusal)
 
-    def note_step(self) -> None:
-        """Keep what is known after the first step, and once the plan is settled."""
+    def _abandon(self) -> None:
+        self.has_begun, self._plan = False, None
+        self.splitting.forget()
+        self.noise.tracker.sensitivity = None
+        controller, selector = self.plan_controller, self.plan_controller.selector
+        selector.forget()
+        selector.profiles, selector.evidence = None, None
+        selector.constraints = replace(selector.constraints, tolerance=self._tolerance)
+        controller.predicted_peak_bytes, controller.planned_for_bytes = None, 0
+
+    def step(self, run: Callable[[], StepReport]) -> StepReport:
+        """Run a step; what is known is kept after the first one, and once the plan is settled.
+
+        A first step that does not fit as it did is measured, and what was known is dropped.
+        """
+        try:
+            report = run()
+        except BudgetError:
+            if not self.has_begun or self._has_stepped or self._place is None:
+                raise
+            drop(*self._place)
+            self._abandon()
+            report = run()
+        self._has_stepped = True
         is_settled = self.plan_controller.selector.is_settled
         if self._plan is None or (is_settled and not self._is_settled):
             self.keep()
+        return report
+
+    def stop(self) -> None:
+        """Keep nothing from now on: what this session knows is no longer the job's own."""
+        self._place = None
 
     def keep(self) -> None:
-        """Keep what is known now, unless that is kept."""
-        selector, splitting = self.plan_controller.selector, self.splitting.state_dict()
+        """Keep what is known now, unless that is kept, or was measured of another loss or batch."""
+        controller, splitting = self.plan_controller, self.splitting.state_dict()
+        selector, measured = controller.selector, controller.step_profiles.measured
+        self._measured = measured if self._plan is None else self._measured
+        is_own = measured == self._measured and not controller.most_users_gradient_bytes
         is_known = selector.plan is not None and selector.profiles is not None
-        if self._place is None or splitting is None or not is_known:
+        if self._place is None or splitting is None or not (is_known and is_own):
             return
         now, before = (selector.is_settled, selector.plan), (self._is_settled, self._plan)
         if now != before:
             self._is_settled, self._plan = now
             sensitivity = to_plain(self.noise.tracker.sensitivity)
-            known = {"plans": self.plan_controller.state_dict(), "splitting": splitting}
+            known = {"plans": controller.state_dict(), "splitting": splitting}
             keep(*self._place, known | {"sensitivity": sensitivity, "is_settled": now[0]})

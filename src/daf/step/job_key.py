@@ -11,10 +11,11 @@ import hashlib
 import os
 import pickle
 import platform
-from collections.abc import Callable, Mapping
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from logging import Logger
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,13 @@ from daf.step.splitting import code_words, proof_key
 from daf.torch_compat.pytree import tensors_inside
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
-_BY_NAME = (ModuleType, Logger, BuiltinFunctionType, torch.Generator, np.ufunc)
+_NESTS = (tuple, list, dict)
+_BY_NAME = (Logger, types.BuiltinFunctionType, torch.Generator, np.ufunc)
 _MODULES_BY_NAME = ("torch._ops", "numpy.random")
-_LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
+_OWN = os.path.dirname(os.path.dirname(__file__))
+_LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__), _OWN)
+_NOT_THE_JOB = frozenset({"params", "lr", "initial_lr"})  # of an optimizer's groups
+_MOST_OBJECTS = 200_000  # a tenth of a second or two; a data set in Python's lists has more
 
 
 def job_key(
@@ -39,14 +44,14 @@ def job_key(
 ) -> str | None:
     """Return the digest; None if something of the job cannot be pickled."""
     groups = optimizer.param_groups
-    flags = [(k, v) for group in groups for k, v in group.items() if isinstance(v, bool)]
-    kind = (type(optimizer), flags, [len(each["params"]) for each in groups], bool(optimizer.state))
-    proven = proof_key(model, batch, loss_fn)
+    rest = [{k: v for k, v in each.items() if k not in _NOT_THE_JOB} for each in groups]
+    kind = (type(optimizer), rest, [each["params"] for each in groups], bool(optimizer.state))
+    given = ([*batch] if isinstance(batch, Mapping) else (), *tensors_inside(batch))
     digest = hashlib.sha256()
     try:
-        writer = _Writer(SimpleNamespace(write=digest.update))
-        writer.dump((proven, _surroundings(), options, kind, model, loss_fn))
-        writer.dump(list(tensors_inside(batch)))
+        proven = proof_key(model, batch, loss_fn)
+        writer = _Writer(types.SimpleNamespace(write=digest.update))
+        writer.dump((proven, _surroundings(), options, model, loss_fn, kind, given))
     except Exception:  # of anybody's objects
         return None
     return digest.hexdigest()
@@ -68,9 +73,13 @@ class _Writer(pickle.Pickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file, protocol=5)
         self._tensors: dict[int, tuple[int, Tensor]] = {}  # held, so that ids stay theirs
+        self._objects = 0
 
     def persistent_id(self, value: Any) -> Any:
         """Return what stands for a value; None: what it is made of."""
+        self._objects += 1
+        if self._objects > _MOST_OBJECTS:
+            raise pickle.PicklingError
         if isinstance(value, Tensor):
             number = self._tensors.setdefault(id(value), (len(self._tensors), value))[0]
             strides = value.stride() if value.layout is torch.strided else ()
@@ -82,6 +91,10 @@ class _Writer(pickle.Pickler):
             if not all(type(each) in _PLAIN for each in value):
                 raise pickle.PicklingError
             return sorted(map(repr, value))
+        if isinstance(value, types.MappingProxyType):
+            return dict(value)
+        if isinstance(value, types.ModuleType):
+            return value.__name__, _file(getattr(value, "__file__", None) or "")
         if isinstance(value, _BY_NAME) or type(value).__module__.startswith(_MODULES_BY_NAME):
             name = getattr(value, "__qualname__", getattr(value, "__name__", ""))
             return type(value).__qualname__, str(name)
@@ -89,14 +102,16 @@ class _Writer(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Return what code does, as state, which may refer to itself; of a library, its file."""
-        if isinstance(value, FunctionType) and value is not _code:
+        if isinstance(value, types.FunctionType) and value is not _code:
             library = _library(value.__code__.co_filename)
             cells = [each.cell_contents for each in value.__closure__ or ()]
             given = (value.__defaults__, value.__kwdefaults__, cells, value.__dict__)
             return _code, (value.__qualname__,), (library or _read_by(value), given)
         if isinstance(value, type):
-            library = _library_of(value)
-            own = () if library else [*filter(None, map(_callable_of, vars(value).values()))]
+            module = sys.modules.get(value.__module__)
+            path = getattr(module, "__file__", None) or value.__module__
+            library = "built in" if path in sys.builtin_module_names else _library(path)
+            own = () if library else [*_entries(value)]
             name = f"{value.__module__}.{value.__qualname__} {library}"
             return _code, (name,), (value.__bases__, own)
         return NotImplemented
@@ -106,36 +121,35 @@ def _code(_: str) -> None:
     """Stand for a function or a class; nothing is ever read back."""
 
 
-def _read_by(function: FunctionType) -> tuple[Any, ...]:
+def _read_by(function: types.FunctionType) -> tuple[Any, ...]:
     codes, known = _codes_in(function.__code__), function.__globals__
     names = sorted({name for code in codes for name in code.co_names if name in known})
     return (*code_words(function.__code__), *((name, known[name]) for name in names))
 
 
-def _codes_in(code: CodeType) -> list[CodeType]:
-    inside = (each for each in code.co_consts if isinstance(each, CodeType))
+def _codes_in(code: types.CodeType) -> list[types.CodeType]:
+    inside = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return [code, *(part for each in inside for part in _codes_in(each))]
 
 
-def _callable_of(value: Any) -> Any:
-    """Return what a class's entry runs; a plain value as it is; None for anything else."""
-    value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
-    return value if isinstance(value, (FunctionType, *_PLAIN)) else None
+def _entries(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield a class's functions, as they are wrapped, and its plain values, by name."""
+    for name, value in vars(kind).items():
+        for inner in ("__func__", "fget", "func", "__wrapped__"):
+            value = getattr(value, inner, None) or value
+        is_own = isinstance(value, (*_PLAIN, *_NESTS)) and name[:2] != "__"
+        if is_own or isinstance(value, types.FunctionType):
+            yield name, value
 
 
-@cache
-def _library_of(kind: type) -> str:
-    """Return the library that a class comes from; empty: the user's own."""
-    functions = (each for each in map(_callable_of, vars(kind).values()) if callable(each))
-    found = next((each.__code__.co_filename for each in functions), "")
-    return _library(found) if found else "without code"
-
-
-@cache
 def _library(path: str) -> str:
-    """Return a library's file, its time and its size, others when it changes; else nothing."""
-    if not any(each in path for each in _LIBRARIES):
-        return ""
+    """Return a library's file and its state; empty: it is the user's own."""
+    return _file(path) if any(each in path for each in _LIBRARIES) else ""
+
+
+@cache
+def _file(path: str) -> str:
+    """Return a file, its time and its size, others when it changes."""
     try:
         stat = os.stat(path)
     except OSError:

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -30,6 +30,7 @@ from daf.training.memory_log import MemoryLog
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
 from daf.training.summary import summarize, write_plan_records
+from daf.training.task import TalliedLoss
 
 HISTORY_STEP = 2  # from 0: the first after the plan has settled and optimizer state exists
 
@@ -90,6 +91,7 @@ class _Run:
     _is_resumed: bool = False
 
     def __post_init__(self) -> None:
+        self._loss = TalliedLoss(self.job.task, self.job.session)
         self._clock = CheckpointClock(self.job.settings.checkpoint_every)
         all_steps = self.job.order.steps_per_epoch * self.job.settings.epochs
         limit = self.job.settings.max_steps
@@ -208,12 +210,6 @@ class _Run:
         self._report_release(report)
         self._step += 1
         self._log(record)
-
-    def _loss(self, model: nn.Module, batch: Any) -> Any:
-        """Return the loss; while the session measures, the tally does not count."""
-        task = self.job.task
-        with task.tally.paused() if self.job.session.is_measuring else nullcontext():
-            return task.loss(model, batch)
 
     def _go_back(self, report: StepReport) -> None:
         assert report.rolled_back_to is not None

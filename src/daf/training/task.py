@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -136,6 +136,21 @@ class Task(ABC):
     def metric(self, mean: float) -> float:
         """Return the metric from the mean of all scores."""
         return mean
+
+
+class TalliedLoss:
+    """A task's loss; while the session measures, the tally does not count."""
+
+    def __init__(self, task: Task, session: Any) -> None:
+        self._task, self._session = task, session
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        is_measuring = self._session is not None and self._session.is_measuring
+        with self._task.tally.paused() if is_measuring else nullcontext():
+            return self._task.loss(model, batch)
+
+    def __reduce__(self) -> Any:  # what another run's is known by
+        return TalliedLoss, (self._task, None)
 
 
 class DataSet(Protocol):

@@ -3,8 +3,6 @@
 A normalisation decodes into float32 a part at a time. Importing raises KernelError without Triton.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Any

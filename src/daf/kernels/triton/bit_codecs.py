@@ -1,7 +1,5 @@
 """Masks, derivative codes and packed integers on a GPU: section 6 of ``docs/format.md``."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ A tile is ``BLOCKS`` blocks of 256 elements. Elements travel as bit patterns of 
 that the compiler neither widens nor rounds. No library chooses the order of a floating-point sum.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 Each function raises KernelError when called outside its contract.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

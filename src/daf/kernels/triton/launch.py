@@ -1,7 +1,5 @@
 """The start of a Triton kernel: element patterns, key halves, tables on the device, options."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple

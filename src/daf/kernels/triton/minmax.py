@@ -1,7 +1,5 @@
 """The ``minmax`` codec and its steps on a GPU: section 5 of ``docs/format.md``."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 Normalised values lie in float32 from element ``first_value`` on, or are ``affine`` of the input.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ Elements are contiguous float32, bfloat16 or float16 in memory order; the latter
 float32, rounded once. Nothing waits for the device; functions raise KernelError for other uses.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

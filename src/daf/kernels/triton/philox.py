@@ -1,7 +1,5 @@
 """Philox4x32-10 on a GPU as ``reference.philox``; Triton's own has words in another order."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Where a code's planes and headers lie on a device: flat, or in pages behind a page table."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ A tile is ROWS elements of each of COLUMNS channels. Element j of channel c is n
 ``(j // inner) * channels * inner + c * inner + j % inner``.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -5,8 +5,6 @@ shape and load; ``daf.kernels.autotune`` measures it. Nothing here waits for the
 raise KernelError outside their contract.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The ``rotated`` codec on a GPU: section 4 of ``docs/format.md``."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ While small passes are measured nobody has seen the loss: a stand-in holds what 
 does. Inside ``with``, ``F.cross_entropy`` of many classes runs as ``logits_cross_entropy``.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

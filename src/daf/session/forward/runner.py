@@ -6,8 +6,6 @@ batch. The first passes run under the tightest plan; their measured peak, with t
 update, corrects the plan that follows. Backward passes and updates stay under the limit too.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

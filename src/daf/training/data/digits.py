@@ -4,8 +4,6 @@
 part). Importing scikit-learn would add scipy and some 60 MB to the process.
 """
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import zlib

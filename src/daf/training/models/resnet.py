@@ -1,7 +1,5 @@
 """Residual networks with torchvision's parameter names (He et al., CVPR 2016)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
