@@ -441,6 +441,17 @@ def test_a_step_whose_array_was_refused_runs_again_under_a_tighter_plan() -> Non
 
 @needs_peak
 def test_slow_growth_tightens_the_plan_and_never_passes_the_budget() -> None:
+    """In a process of its own: what others have left idle there moves the plan's turn."""
+    run_python(f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+        from tests.memory.test_arrays import grow_slowly
+        grow_slowly()
+        print("ok")
+    """)
+
+
+def grow_slowly() -> None:
     before = stats()["live_blocks.large"]
     model, batch = model_and_batch(depth=5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
