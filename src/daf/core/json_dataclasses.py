@@ -5,8 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from enum import Enum
+from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def to_plain(value: Any) -> Any:
@@ -28,7 +34,7 @@ def from_plain(kind: Any, plain: Any) -> Any:
         rest = [each for each in inner if each is not type(None)]
         return None if plain is None else from_plain(rest[0], plain)
     if dataclasses.is_dataclass(kind):
-        hints = get_type_hints(kind)
+        hints = _hints(kind)  # type: ignore[arg-type]
         fields = {name: from_plain(hints[name], value) for name, value in plain.items()}
         return kind(**fields)  # type: ignore[operator]
     if origin is tuple:
@@ -56,7 +62,7 @@ class Resumable:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``; other keys are ignored."""
-        hints = get_type_hints(type(self))
+        hints = _hints(type(self))  # type: ignore[arg-type]
         for name in self.KEPT:
             found = state[name]
             setattr(self, name, from_plain(hints[name], found) if name in hints else found)

@@ -45,7 +45,7 @@ class PeakGrowth:
         if len(steps) < 3 or len({len(each.peak_bytes) for each in steps}) > 1:
             return False
         *sizes, last = (each.examples for each in steps)
-        spare = EVEN_SHARE * _tensor_bytes(found)
+        spare = EVEN_SHARE * max(found.peak_bytes, default=0)
         for *before, peak in zip(*(each.peak_bytes for each in steps), strict=True):
             if peak > Affine.through(zip(sizes, before, strict=True)).at(last) + spare:
                 return False
@@ -57,17 +57,13 @@ class PeakGrowth:
         The process's peaks vary by pages and tensors' are exact: the larger of the two counts.
         """
         alike = self.alike(found)
-        tensors = ((each.examples, _tensor_bytes(each)) for each in alike)
+        tensors = ((each.examples, max(each.peak_bytes, default=0)) for each in alike)
         process = ((each.examples, each.process_bytes) for each in alike)
         growing = (
             Affine.through((n, max(0, nbytes - gradient_bytes)) for n, nbytes in points)
             for points in (tensors, process)
         )
         return max(0.0, *(line.at(examples) for line in growing))
-
-
-def _tensor_bytes(found: Observation) -> int:
-    return max(found.peak_bytes, default=0)
 
 
 def beside_tensors(observations: Sequence[Observation], memory: MemoryDomain) -> Affine:

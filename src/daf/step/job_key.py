@@ -58,7 +58,6 @@ def job_key(
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """Return what else decides which kernels run, and how fast."""
     machine = (platform.node(), platform.python_version(), os.cpu_count(), torch.get_num_threads())
     kernels = (torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.enabled)
     numbers = (torch.get_default_dtype(), torch.get_float32_matmul_precision())
@@ -143,13 +142,11 @@ def _entries(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _library(path: str) -> str:
-    """Return a library's file and its state; empty: it is the user's own."""
     return _file(path) if any(each in path for each in _LIBRARIES) else ""
 
 
 @cache
 def _file(path: str) -> str:
-    """Return a file, its time and its size, others when it changes."""
     try:
         stat = os.stat(path)
     except OSError:
