@@ -457,7 +457,7 @@ def grow_slowly() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     kept: list[np.ndarray] = []
     plans: list[tuple[str, int]] = []  # a tighter one has another policy, or smaller parts
-    with Session(model, optimizer, "8GB", sensitivity=False) as session:
+    with Session(model, optimizer, "8GB", sensitivity=False, split=False) as session:
 
         def step() -> None:
             session.step(batch, lambda model, batch: model(batch).square().mean())
