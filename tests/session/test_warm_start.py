@@ -210,6 +210,25 @@ def test_a_first_step_that_does_not_fit_is_measured_and_what_was_known_dropped(
     assert run(budget=budget).began_warm  # of what was measured then
 
 
+def test_so_it_is_in_a_process_that_holds_more(
+    profiles: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = budget_of(400)
+    run(budget=budget, tolerance=0.0)
+    measured, step, refused = len(profiles), StepRunner.run, [BudgetError("no room", 1)]
+    held = torch.ones(45_000_000)  # 180 MB
+
+    def refuses_once(*arguments: Any, **options: Any) -> Any:
+        if refused:
+            raise refused.pop()
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(StepRunner, "run", refuses_once)
+    assert not run(budget=budget, tolerance=0.0).began_warm
+    assert len(profiles) > measured
+    del held
+
+
 def test_a_plan_of_the_user_s_is_no_other_session_s(folder: Path) -> None:
     budget = budget_of(400)
     model = Network()
@@ -239,10 +258,9 @@ def test_what_was_measured_of_another_loss_or_beside_gradients_is_not_kept(folde
             session.backward(batch(), loss)
         session.update()
         session.step(batch(), loss)
-        if session._plan_controller.most_users_gradient_bytes:
-            kept.unlink(missing_ok=True)  # of the first pass, beside no gradients
-    if session._plan_controller.most_users_gradient_bytes:
-        assert list(folder.iterdir()) == []
+        assert session._plan_controller.most_users_gradient_bytes > 0
+        kept.unlink(missing_ok=True)  # of the first pass, beside no gradients
+    assert list(folder.iterdir()) == []
 
 
 def test_a_session_ends_even_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:

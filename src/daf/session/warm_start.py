@@ -103,7 +103,7 @@ class WarmStart:
         more_bytes = self.memory.held_bytes() - known_bytes
         if more_bytes > ANOTHER_PROCESS_BYTES:  # than the other process held
             self.plan_controller.plan_beside(more_bytes)
-            self.stop()
+            self._place = None
         return begun
 
     def _is_proven(self, context: StepContext) -> bool:
@@ -135,9 +135,10 @@ class WarmStart:
         try:
             report = run()
         except BudgetError:
-            if not self.has_begun or self._has_stepped or self._place is None:
+            if not self.has_begun or self._has_stepped:
                 raise
-            drop(*self._place)
+            if self._place is not None:
+                drop(*self._place)
             self._abandon()
             report = run()
         self._has_stepped = True
@@ -147,8 +148,8 @@ class WarmStart:
         return report
 
     def stop(self) -> None:
-        """Keep nothing from now on: what this session knows is no longer the job's own."""
-        self._place = None
+        """Keep and forget nothing from now on: what this session knows is not the job's own."""
+        self._place, self._has_stepped = None, True
 
     def keep(self) -> None:
         """Keep what is known now, unless that is kept, or was measured of another loss or batch."""
