@@ -147,6 +147,7 @@ def test_steps_are_the_host_s_own(
     assert ours.daf_session.split_refusal == ""
 
 
+@pytest.mark.usefixtures("whole_batches_are_fastest")
 def test_metrics_of_parts_are_those_of_the_batch(tmp_path: Path, budget: Budget) -> None:
     """Memory runs short in mid-run: some batches are whole, those after it are cut in two."""
     plain = rewarded(tmp_path)

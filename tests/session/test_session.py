@@ -612,6 +612,7 @@ class Cells(nn.Module):
         return state[0]
 
 
+@pytest.mark.usefixtures("whole_batches_are_fastest")
 @pytest.mark.parametrize("share", [0.2, pytest.param(0.5, marks=pytest.mark.thorough)])
 def test_cells_that_run_again_and_again_train_within_a_budget(share: float) -> None:
     """What a site saves need not be of one kind, but it has one treatment."""

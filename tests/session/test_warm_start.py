@@ -147,6 +147,7 @@ def test_a_cut_that_values_have_made_wrong_is_not_believed(profiles: list[int]) 
     assert len(profiles) > measured
 
 
+@pytest.mark.usefixtures("whole_batches_are_fastest")
 def test_nor_where_the_plan_would_not_cut_it_yet(profiles: list[int]) -> None:
     """Budgets fall, and then a cut that was proven for other values would be used."""
     budget = budget_of(400)
