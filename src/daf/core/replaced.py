@@ -1,26 +1,40 @@
 """What is replaced for a while: attributes, and functions that somebody listens to."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 Listener = TypeVar("Listener")
 
 
 @contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Give an object other attributes meanwhile."""
-    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    vars(owner).update(attributes)
+def undone(undo: Callable[[], None]) -> Iterator[None]:
+    """Call ``undo`` at the end, and again if Ctrl-C comes in it: any part may be there to undo."""
     try:
         yield
     finally:
-        for name in attributes:
+        try:
+            undo()
+        except KeyboardInterrupt:
+            undo()
+            raise
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Give an object other attributes meanwhile."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+
+    def restore() -> None:
+        for name in attributes.keys() - before.keys():
             vars(owner).pop(name, None)
         vars(owner).update(before)
+
+    with undone(restore):
+        vars(owner).update(attributes)
+        yield
 
 
 class Replaced(Generic[Listener]):
@@ -40,10 +54,11 @@ class Replaced(Generic[Listener]):
     def add(self, listener: Listener) -> None:
         """Let somebody listen, once more if they do already."""
         with self._lock:
-            if not self._is_in_place:
-                self.original = getattr(self._owner, self._name)
+            found = getattr(self._owner, self._name)
+            if not self._is_in_place and found is not self._replacement:
+                self.original = found
                 setattr(self._owner, self._name, self._replacement)
-                self._is_in_place = True
+            self._is_in_place = True
             self.listeners += (listener,)
 
     def remove(self, listener: Listener) -> None:
@@ -53,5 +68,12 @@ class Replaced(Generic[Listener]):
                 place = len(self.listeners) - 1 - self.listeners[::-1].index(listener)
                 self.listeners = self.listeners[:place] + self.listeners[place + 1 :]
             if not self.listeners and getattr(self._owner, self._name) is self._replacement:
-                setattr(self._owner, self._name, self.original)
                 self._is_in_place = False
+                setattr(self._owner, self._name, self.original)
+
+    @contextmanager
+    def told(self, listener: Listener) -> Iterator[None]:
+        """Let somebody listen inside."""
+        with undone(partial(self.remove, listener)):
+            self.add(listener)
+            yield

@@ -53,12 +53,8 @@ def pack_hook(*, raises: bool = False) -> Any:
 @contextmanager
 def saved_tensor_hooks(pack: Any, unpack: Any) -> Iterator[None]:
     """Call these for what is saved inside; but not what torch.func saves, which refuses hooks."""
-    _disabling.add(pack)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-    finally:
-        _disabling.remove(pack)
+    with _disabling.told(pack), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 @contextmanager

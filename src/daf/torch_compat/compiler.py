@@ -7,46 +7,58 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from daf.core.replaced import undone
+
 _COMPILER = "torch._dynamo"
 _CACHED_FUNCTION = "__dynamo_disable"  # torch/_compile.py looks here before it imports
 _DECORATED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 _lock = threading.Lock()
-_inside = 0
+_inside: set[object] = set()  # a token for each
 _users: Any = None  # the stance that was there before the first
 
 
 @contextmanager
 def eagerly() -> Iterator[None]:
     """Compile nothing inside, and run compiled code eagerly."""
-    global _inside, _users
     if not is_loaded():
         yield
         return
-    with _lock:
-        if _inside == 0:
-            _users = torch.compiler.set_stance("force_eager").prev  # sets it at once
-        _inside += 1
-    try:
+    token = object()
+    with undone(partial(_leave, token)):
+        _enter(token)
         yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if _inside == 0:
-                _set(_users)
+
+
+def _enter(token: object) -> None:
+    global _users
+    with _lock:
+        _inside.add(token)
+        if _users is None:
+            _users = torch.compiler.set_stance("force_eager").prev  # sets it at once
+
+
+def _leave(token: object) -> None:
+    global _users
+    with _lock:
+        _inside.discard(token)
+        if not _inside and _users is not None:
+            _set(_users)
+            _users = None
 
 
 @contextmanager
 def as_the_user_wants() -> Iterator[None]:
     """Restore the user's stance inside ``eagerly``."""
     with _lock:
-        _set(_users)
+        if _users is not None:
+            _set(_users)
     try:
         yield
     finally:

@@ -94,11 +94,8 @@ def around_calls(around: Around) -> Iterator[None]:
 
     So do calls in backward (replays, checkpoints). Of several, the last that wants to is around.
     """
-    _calls.add(around)
-    try:
+    with _calls.told(around):
         yield
-    finally:
-        _calls.remove(around)
 
 
 def _call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
