@@ -308,3 +308,16 @@ def test_nothing_is_kept_where_no_folder_is_wanted(
     monkeypatch.setenv("DAF_CACHE", "")
     run()
     assert not folder.exists()
+
+
+def test_a_budget_near_the_one_that_was_kept_has_a_plan_of_its_own() -> None:
+    budget = budget_of(60)
+    known = run(budget=budget, tolerance=0.0)
+    assert known.plan is not None
+    less = known.plan.predicted_peak_bytes - 8_000_000
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Session(model, optimizer, less, tolerance=0.0) as session:
+        assert session.prepare(batch(), loss).predicted_peak_bytes <= less
+        assert session.began_warm
+        assert session.step(batch(), loss).peak_bytes <= less

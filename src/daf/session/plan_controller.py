@@ -132,7 +132,7 @@ class PlanController(Resumable):
 
     def plan_for(self, context: StepContext) -> Plan:
         """Return the plan for the step that begins now; raises BudgetError before it."""
-        self._follow_budget(self.budget_controller.begin_step())
+        self.follow_budget(self.budget_controller.begin_step())
         if self.budget_bytes is not None and context.info.nbytes > self.planned_for_bytes:
             self._outgrow(context, self.budget_bytes)
         self.selector.between_steps()
@@ -192,7 +192,7 @@ class PlanController(Resumable):
         self.selector.settle_on(larger)
         return larger
 
-    def _follow_budget(self, budget_bytes: int | None) -> None:
+    def follow_budget(self, budget_bytes: int | None) -> None:
         """Plan anew if the budget differs from the one that the plan was made for."""
         if budget_bytes == self.planned_budget_bytes or self.selector.plan is None:
             return

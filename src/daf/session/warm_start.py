@@ -104,6 +104,7 @@ class WarmStart:
         if more_bytes > ANOTHER_PROCESS_BYTES:  # than the other process held
             self.plan_controller.plan_beside(more_bytes)
             self._place = None
+        self.plan_controller.follow_budget(self.plan_controller.budget_bytes)  # near, not the same
         return begun
 
     def _is_proven(self, context: StepContext) -> bool:
