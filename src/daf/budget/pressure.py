@@ -3,8 +3,6 @@
 A trigger wakes the watcher at a threshold where the kernel permits it; else counters are sampled.
 """
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from contextlib import suppress

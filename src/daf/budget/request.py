@@ -1,7 +1,5 @@
 """Budgets as users write them: bytes, a fraction of the device, ``"auto"``, or a function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

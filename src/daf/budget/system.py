@@ -1,7 +1,5 @@
 """The source of readings of this machine; tests substitute their own /proc and /sys trees."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath

@@ -1,7 +1,5 @@
 """The thread that reads the limits while a step runs."""
 
-from __future__ import annotations
-
 import os
 import select
 import threading

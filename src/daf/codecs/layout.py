@@ -1,7 +1,5 @@
 """The geometry of a tensor, which a decoder restores around the content."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

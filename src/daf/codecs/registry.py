@@ -1,7 +1,5 @@
 """Codecs registered by name from outside; ``Treatment(Method.REGISTERED, codec=name)`` uses one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

@@ -4,8 +4,6 @@ A decoded tensor lives for one operator; paging in fresh blocks costs several ti
 does. Where the allocator recycles blocks (``memory.recycling``), nothing is kept here.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 

@@ -3,8 +3,6 @@
 For Gaussian values. ``rotated`` makes other values alike; for ``minmax`` it is only typical.
 """
 
-from __future__ import annotations
-
 from daf.core.code_tables import rotated_error
 from daf.core.policy import Method, Treatment
 

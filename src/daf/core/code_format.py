@@ -6,8 +6,6 @@ padded to blocks of 256, are ``b`` planes, most significant first, one after the
 ``32 * w + k``. Headers are a separate array of two bf16 numbers per block.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 FORMAT_VERSION = 4

@@ -4,8 +4,6 @@ A message says what was asked, what was found and what to try. Where Python or P
 for the case, DAF's inherits from it too, so that existing handlers catch it.
 """
 
-from __future__ import annotations
-
 
 class DafError(Exception):
     """Base class of every error that DAF raises."""

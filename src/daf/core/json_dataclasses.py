@@ -1,7 +1,5 @@
 """Dataclasses to JSON and back by type hints, mappings as lists of pairs; what a run resumes by."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from enum import Enum

@@ -1,7 +1,5 @@
 """HTML and SVG as text: elements that escape their children, and tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 

@@ -3,8 +3,6 @@
 Sizes stand beside the bar in words, and colours are readable on light and dark backgrounds.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Reports of a step: the ledger of saved bytes, each site and each fused operator."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

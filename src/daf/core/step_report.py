@@ -1,7 +1,5 @@
 """The report of one training step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from daf.core.notebook import Part, card, facts, memory_bar

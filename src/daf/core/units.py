@@ -1,7 +1,5 @@
 """Byte counts parsed and formatted; MB is 10**6 and MiB is 2**20, everywhere."""
 
-from __future__ import annotations
-
 import math
 import re
 

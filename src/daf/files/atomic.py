@@ -3,8 +3,6 @@
 No write follows a link, and temporary names cannot be guessed: others may write in a run's folder.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

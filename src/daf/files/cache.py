@@ -1,7 +1,5 @@
 """What DAF keeps between runs, in a folder of the user's caches: bounded, checked, never needed."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """A folder that one process holds at a time, by ``flock`` on a file in it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys
