@@ -482,6 +482,7 @@ def test_codes_that_wait_on_the_host_are_the_device_s(fuse_everything: None) -> 
         assert late.copied_bytes > coded  # out, and back again what had no room to stay
 
 
+@pytest.mark.thorough
 def test_codes_of_wide_ranges_wait_on_the_host_too(code_everything: None) -> None:
     policy = ranged_policy(True)
     expected, sites, _ = step(policy, pixels=8)
@@ -494,6 +495,7 @@ def test_codes_of_wide_ranges_wait_on_the_host_too(code_everything: None) -> Non
     assert (capture.stats.spilled_bytes, host.device_bytes) == (0, 0)
 
 
+@pytest.mark.thorough
 def test_what_has_no_room_on_a_host_stays_on_the_device(code_everything: None) -> None:
     """Because it is full, or because there is none."""
     expected, _, there = step(2, pixels=8)
@@ -548,6 +550,7 @@ def test_a_session_and_compress_send_all_codes(
 # --- no kernels -----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_without_triton_tensors_on_a_device_are_kept() -> None:
     program = """
         import sys

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from daf_bench.faults.interrupts import InterruptedAt
+from thoroughness import at_most
 from torch import Tensor, nn
 
 from daf.capture.capture import Capture
@@ -59,5 +60,5 @@ def test_an_interrupt_at_any_line_of_a_forward_pass_leaves_no_result_alive(polic
     while is_interrupted(capture, policy, line):
         gc.collect()
         assert [result for result in results if result() is not None] == [], line
-        line += 13
+        line += at_most(13, 29)
     assert line > 2000  # lines of one forward pass

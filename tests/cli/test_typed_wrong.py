@@ -35,8 +35,18 @@ def ran(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("budget", [(), ("--budget", "8GB")], ids=["counted", "budget"])
-@pytest.mark.parametrize("kind", SCRIPTS)
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [(kind, ()) for kind in SCRIPTS]
+    + [
+        pytest.param(
+            *(kind, ("--budget", "8GB")),
+            marks=[pytest.mark.thorough] * (kind != "fails in a model"),
+            id=f"{kind}, within a budget",
+        )
+        for kind in SCRIPTS
+    ],
+)
 def test_a_program_s_error_is_shown_without_frames_of_daf(
     kind: str, budget: tuple[str, ...], tmp_path: Path
 ) -> None:

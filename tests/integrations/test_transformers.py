@@ -217,6 +217,7 @@ def test_an_override_of_compute_loss_keeps_working(
     assert within.daf_session.peak_bytes <= bound
 
 
+@pytest.mark.thorough
 def test_a_loss_function_and_smoothed_labels_keep_working(
     tmp_path: Path, budget: Budget, same_weights: Same
 ) -> None:
@@ -248,6 +249,7 @@ def test_evaluation_is_the_host_s_own(tmp_path: Path, budget: Budget) -> None:
     assert found == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_run_resumed_with_another_loss_is_proven_anew(
     tmp_path: Path, budget: Budget, monkeypatch: pytest.MonkeyPatch
 ) -> None:

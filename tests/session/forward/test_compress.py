@@ -131,6 +131,7 @@ def test_trains_as_plain_within_the_budget(*, is_tight: bool) -> None:
     assert (found.plan.policy.name == "plain") != is_tight
 
 
+@pytest.mark.thorough
 def test_checkpoints_inside() -> None:
     compared(Blocks(checkpointed=True))
 
