@@ -21,7 +21,10 @@ uint64_t call_python_hook(uint64_t needed_bytes) {
   try {
     return nb::cast<uint64_t>(hook(needed_bytes));
   } catch (nb::python_error& error) {
-    error.discard_as_unraisable("daf reclaim hook");
+    if (error.matches(PyExc_KeyboardInterrupt))
+      PyErr_SetInterrupt();  // Ctrl-C comes again where Python goes on, above PyTorch
+    else
+      error.discard_as_unraisable("daf reclaim hook");
   } catch (const nb::cast_error&) {
     PyErr_SetString(PyExc_TypeError, "a reclaim hook returns the number of bytes it freed");
     PyErr_WriteUnraisable(hook.ptr());

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -302,6 +303,27 @@ def test_a_failing_reclaim_hook_fails_only_the_allocation(monkeypatch: pytest.Mo
         with pytest.raises(RuntimeError, match="can't allocate memory"):
             torch.empty(8 * MIB // 4)
     assert [type(error) for error in reported] == [KeyError]
+
+
+def test_ctrl_c_in_a_reclaim_hook_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: reported.append(found.exc_value))
+
+    def reclaim(needed_bytes: int) -> int:
+        raise KeyboardInterrupt
+
+    def ask_for_too_much() -> None:
+        try:
+            torch.empty(8 * MIB // 4)
+        except RuntimeError:
+            time.sleep(0)  # where Python looks for signals
+
+    with RecyclingAllocator(reclaim=reclaim) as allocator:
+        allocator.limit_bytes = number("held_bytes.current") + 4 * MIB
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                ask_for_too_much()
+    assert reported == []
 
 
 def test_external_bytes_are_refused_beyond_the_limit() -> None:
