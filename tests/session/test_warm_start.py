@@ -17,6 +17,7 @@ from daf import Session
 from daf.core.errors import BudgetError, ClosedSessionError
 from daf.memory import process_memory
 from daf.profiling.profiler import Profiler
+from daf.session import warm_start
 from daf.session.step_profiles import StepProfiles
 from daf.session.step_runner import StepRunner
 from daf.session.warm_start import WarmStart
@@ -310,11 +311,15 @@ def test_nothing_is_kept_where_no_folder_is_wanted(
     assert not folder.exists()
 
 
-def test_a_budget_near_the_one_that_was_kept_has_a_plan_of_its_own() -> None:
-    budget = budget_of(60)
-    known = run(budget=budget, tolerance=0.0)
+@pytest.mark.usefixtures("whole_batches_are_fastest")
+def test_a_budget_near_the_one_that_was_kept_has_a_plan_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warm_start, "NEAR", 1e9)  # all are
+    known = run(tolerance=0.0)
     assert known.plan is not None
-    less = known.plan.predicted_peak_bytes - 8_000_000
+    assert known.plan.micro_batch == EXAMPLES
+    less = known.plan.predicted_peak_bytes - 40_000_000
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Session(model, optimizer, less, tolerance=0.0) as session:
