@@ -26,7 +26,10 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Greedy(torch.autograd.Function):
-    """In backward takes so many bytes for a moment, or raises: what is next in ``wishes``."""
+    """In backward takes so many bytes for a moment, or raises: what is next in ``wishes``.
+
+    A function is called for its bytes.
+    """
 
     reads_only_what_it_saved = True
 
@@ -40,7 +43,7 @@ class Greedy(torch.autograd.Function):
         wish = ctx.wishes.pop(0) if len(ctx.wishes) > 1 else ctx.wishes[0]
         if isinstance(wish, Exception):
             raise wish
-        torch.ones(wish, dtype=torch.uint8)
+        torch.ones(wish() if callable(wish) else wish, dtype=torch.uint8)
         return gradient, None
 
 
@@ -135,6 +138,28 @@ def test_after_the_first_update_the_step_is_finished_and_its_overrun_told() -> N
         report = session.step(batch(), cross_entropy)
         assert (report.overrun_bytes, report.micro_batch, report.released_gradients) == (0, 16, 0)
         assert "cut into 2 micro-batches" in session.release_refusal
+
+
+@pytest.mark.usefixtures("tighter_is_halved", "plans_release")
+def test_an_evaluation_inside_a_step_that_must_finish_leaves_it_to_finish() -> None:
+    model = Model()
+    evaluated: list[int] = []
+
+    def evaluates_first() -> int:
+        evaluated.append(len(session.evaluate(batch(4), lambda model, given: model(given[0]))))
+        return 100 * MIB
+
+    with session_of(model, "auto") as session:
+        session.prepare(batch(), cross_entropy)
+        session._plan_controller.selector.first = None
+        model.in_backward[:] = [0, evaluates_first]
+        session.budget_bytes = process_memory.resident_bytes() + 40 * MIB
+        report = session.step(batch(), cross_entropy)
+        assert evaluated == [4]
+        assert report.released_gradients == 4
+        assert 40 * MIB < report.overrun_bytes <= 100 * MIB
+        with pytest.raises(RuntimeError, match="can't allocate memory"):  # the step has finished
+            torch.ones(60 * MIB, dtype=torch.uint8)
 
 
 @pytest.mark.usefixtures("plans_release")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
+from daf.core.replaced import replaced, undone
 from daf.memory.statistics import Meter
 
 Found = TypeVar("Found")
@@ -52,6 +53,7 @@ class Keeper(ABC):
 
     memory_name: str  # which memory it bounds, for messages and to tell whose budgets add up
     can_refuse = True  # an allocation beyond the bound is an error
+    _is_turn = False
 
     def __init__(self, give_back: GiveBack) -> None:
         self.spare_more_bytes = 0  # beside the usual, while something runs for the first time
@@ -179,6 +181,16 @@ class Keeper(ABC):
             return None
         finally:
             self._change_unbounded(lifted)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Restore the bound before and after; one within another (in a hook) does not."""
+        if self._is_turn:
+            yield
+            return
+        with replaced(self, _is_turn=True), undone(self.restore_bound):
+            self.restore_bound()
+            yield
 
     def restore_bound(self) -> None:
         """Bound again what an interrupted step left unbounded, or one that had to finish."""

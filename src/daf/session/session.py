@@ -199,9 +199,9 @@ class Session(SessionReadings):
         """
         with owners.turn, modes_restored():
             self._refuse_if_closed()
-            self._keeper.restore_bound()
             try:
-                yield
+                with self._keeper.turn():
+                    yield
             except BudgetError as error:
                 found = out_of_memory(error, self._keeper.memory_name)
                 if self._budget_controller.is_anothers:
@@ -210,8 +210,6 @@ class Session(SessionReadings):
                         "close it, or raise its budget too"
                     )
                 raise found from error.__cause__
-            finally:
-                self._keeper.restore_bound()
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
