@@ -91,7 +91,7 @@ Costs measure_operations(uint64_t pages, uint64_t runs, int rounds, uint64_t see
 Costs measure_tree(uint64_t nodes, int rounds, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::uniform_real_distribution<double> uniform;
-  ImportanceTree tree;
+  ImportanceTree tree(nodes + operations_per_round);
   tree.extend(nodes + operations_per_round);
   std::vector<uint32_t> inside(nodes), outside(operations_per_round);
   for (uint64_t i = 0; i < nodes; ++i) tree.insert(inside[i] = uint32_t(i), uniform(random));

@@ -64,7 +64,8 @@ Pool::Pool(const Options& options)
       pages_per_group_(group_bytes_ / page_bytes_),
       region_(std::max(round_up(options.reserve_bytes, group_bytes_), group_bytes_), group_bytes_,
               options.elsewhere),
-      growth_(growth_by(options, group_bytes_)) {
+      growth_(growth_by(options, group_bytes_)),
+      tree_(most_slots) {
   if (options.poison && options.elsewhere)
     throw MisuseError("asked to poison pages that lie elsewhere; poison those of the process");
   now_.cap_bytes = options.cap_bytes;

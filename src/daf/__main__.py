@@ -1,7 +1,5 @@
 """``python -m daf``."""
 
-from __future__ import annotations
-
 from daf.cli import main
 
 if __name__ == "__main__":

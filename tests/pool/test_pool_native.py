@@ -1,4 +1,4 @@
-"""A hundred thousand random operations from three threads, built with the compiler's sanitizers."""
+"""The pool and its tree, built with sanitizers: a hundred thousand random operations each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-STRESS = Path(__file__).parent / "native" / "pool_stress.cpp"
+NATIVE = Path(__file__).parent / "native"
 SOURCES = Path(__file__).parents[2] / "csrc"
 CORE = ("pool/pool.cpp", "pool/account.cpp", "pool/pages.cpp", "pool/region.cpp")
 
@@ -19,24 +19,34 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], id="address"),
-        pytest.param(["-fsanitize=thread"], id="thread"),
-    ],
-)
-def test_threads_never_see_each_other_s_pages(tmp_path: Path, options: list[str]) -> None:
-    program, empty = tmp_path / "pool_stress", tmp_path / "empty.cpp"
+WITH_ADDRESSES = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+
+def outcome_of(test: str, folder: Path, options: list[str]) -> tuple[int, str, str]:
+    """Build the test with the pool's sources, run it, and return its code and what it says."""
+    program, empty = folder / test, folder / "empty.cpp"
     empty.write_text("int main() {}")
     compiler = ["c++", "-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", *options, f"-I{SOURCES}"]
     if subprocess.run([*compiler, empty, "-o", program], check=False).returncode != 0:
         pytest.skip(f"this compiler cannot build with {options[0]}")
-    sources = [STRESS, *(SOURCES / name for name in CORE)]
+    sources = [NATIVE / f"{test}.cpp", *(SOURCES / name for name in CORE)]
     subprocess.run([*compiler, *sources, "-lpthread", "-o", program], check=True)
     environment = dict(os.environ, TSAN_OPTIONS="halt_on_error=1")
     environment.pop("LD_PRELOAD", None)
-    done = subprocess.run(
-        [program, "100000", "7"], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-4000:]
+    asked = [program, "100000", "7"]
+    done = subprocess.run(asked, capture_output=True, text=True, env=environment, timeout=300)
+    return done.returncode, done.stdout, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(WITH_ADDRESSES, id="address"), pytest.param(["-fsanitize=thread"], id="thread")],
+)
+def test_threads_never_see_each_other_s_pages(tmp_path: Path, options: list[str]) -> None:
+    code, said, error = outcome_of("pool_stress", tmp_path, options)
+    assert (code, said) == (0, "ok\n"), error
+
+
+def test_the_tree_orders_as_a_multimap_and_keeps_its_rules(tmp_path: Path) -> None:
+    code, said, error = outcome_of("tree_model", tmp_path, WITH_ADDRESSES)
+    assert (code, said) == (0, "ok\n"), error

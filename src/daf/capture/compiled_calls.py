@@ -1,7 +1,5 @@
 """Modules that ``torch.compile`` runs: DAF's modes and hooks stay out of what it traces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps

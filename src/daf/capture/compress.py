@@ -1,7 +1,5 @@
 """``daf.compress``: capture in anybody's training loop."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any, Self
 

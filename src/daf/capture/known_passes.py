@@ -1,7 +1,5 @@
 """Passes that need no capture: what they save is known from one before them."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 from daf.capture.capture import Capture

@@ -1,7 +1,5 @@
 """The command line: ``daf train``, ``plan``, ``report``, ``run``, ``doctor`` and plugins."""
 
-from __future__ import annotations
-
 from importlib import metadata
 from typing import Annotated
 

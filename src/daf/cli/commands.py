@@ -4,8 +4,6 @@ Another distribution adds a command by an entry point of the group ``daf.command
 ``typer.Typer``. Its distribution's summary is the short help.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import sysconfig

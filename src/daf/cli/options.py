@@ -1,7 +1,5 @@
 """The options of ``daf train`` and ``daf plan``, from the fields of ``TrainSettings``."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """``daf train``: train a model inside a byte budget and leave a run folder."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -5,8 +5,6 @@ Format: eight bytes of header length, a JSON header, the data. Of ours, the meta
 checksum of every tensor's bytes, and one of the whole header.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

@@ -1,7 +1,5 @@
 """The registry of kernels: a backend for each type of device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple

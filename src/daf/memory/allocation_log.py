@@ -5,8 +5,6 @@ with daf.memory.track() as tracking:
 print(tracking.peak_bytes)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 

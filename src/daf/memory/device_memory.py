@@ -5,8 +5,6 @@ context and other libraries' allocations. Every call is a function of ``torch.cu
 too; tests substitute their own allocator.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

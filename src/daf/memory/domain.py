@@ -1,7 +1,5 @@
 """The memory that a budget bounds: the whole process's, or what PyTorch reserves on a device."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

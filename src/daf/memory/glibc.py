@@ -5,8 +5,6 @@ about twice what is live. ``M_MMAP_THRESHOLD`` fixed at 128 KiB returns large bl
 ResNet-18 a peak of 607 instead of 945 MiB for 10 to 25 % more step time (design, section 2).
 """
 
-from __future__ import annotations
-
 import ctypes
 import ctypes.util
 import platform

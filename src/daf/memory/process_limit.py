@@ -4,8 +4,6 @@ Freed blocks are recycled under a hard limit where allocations can be redirected
 (``recycling_allocator``). Where glibc is, other blocks return to the system once freed (``glibc``).
 """
 
-from __future__ import annotations
-
 from daf._native import allocator as native
 from daf.core.units import format_bytes
 from daf.memory import glibc, process_memory

@@ -5,8 +5,6 @@ and ``VmSwap``: swapped bytes still count (boards compress them in their memory,
 psutil's resident size and its largest sample, which misses what is between (``peak_is_exact``).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """A search for better plans on a thread, while training runs under a quick plan."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

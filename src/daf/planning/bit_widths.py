@@ -1,7 +1,5 @@
 """Bit widths of policies that the planner did not make."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from daf.core.code_errors import relative_error

@@ -1,7 +1,5 @@
 """A selection at one micro-batch size, with its predicted peak, step time and noise."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Why a plan: one line per choice, the account of its peak term by term, and what no plan does."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ Rows are only the moments at which an answer exceeds the limit, added round by r
 linear program, which bounds every selection, then to the one with integers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The expected variance that a policy's codes add to the gradient, site by site."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from daf.core.code_errors import relative_error

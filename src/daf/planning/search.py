@@ -4,8 +4,6 @@ Best first: a shape's lower bound is its time with everything kept, then its lin
 then HiGHS's own. The search ends when the best candidate is within the gap of the lowest bound.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Iterator

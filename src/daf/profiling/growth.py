@@ -5,8 +5,6 @@ follows the power that two measured sizes show, between 0 and 2; with one size m
 attention's scores, which grow fastest.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace

@@ -1,7 +1,5 @@
 """Bytes of a model and its optimizer: parameters, gradients, and optimizer state to come."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """Probes an optimizer by steps of another like it on made-up parameters."""
 
-from __future__ import annotations
-
 import math
 from inspect import signature
 from typing import Any

@@ -5,8 +5,6 @@ gradients are not the model's, yet the same operators make them of the same exam
 to the whole, or do not, as with plain PyTorch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The operators behind then hold nothing of their own. Attention whose weights are
 well, in the middle of one operator.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

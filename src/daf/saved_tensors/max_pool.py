@@ -1,7 +1,5 @@
 """Max-pooling indices as places in the window: a few bits instead of PyTorch's int64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What is known of one saved tensor when its packed form is chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The state of a capture's saved tensors, over all its steps, and what was evicted of them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable
 from typing import NamedTuple

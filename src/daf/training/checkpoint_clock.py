@@ -1,7 +1,5 @@
 """When a run writes its next checkpoint: by steps, by time, and at the ends of epochs."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The order keeps the floor honest (design, section 1): load code and data, run on
 kind, read the floor, and only then build the model.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

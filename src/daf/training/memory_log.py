@@ -1,7 +1,5 @@
 """Memory under the budget over time, drained to a file so that the log stays small."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -3,8 +3,6 @@
 Another distribution adds names by entry points of the groups ``daf.models`` and ``daf.data``.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util

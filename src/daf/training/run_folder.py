@@ -1,7 +1,5 @@
 """A run's folder: settings, metrics, memory, weights, checkpoint, summary."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict

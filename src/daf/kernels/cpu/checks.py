@@ -1,7 +1,5 @@
 """Checks of a native kernel's arguments; each raises KernelError."""
 
-from __future__ import annotations
-
 import ctypes
 from itertools import pairwise
 from typing import Any

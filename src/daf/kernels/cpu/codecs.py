@@ -6,8 +6,6 @@ or ``row_gradient`` runs a pass of backward over the values that are read, a blo
 time, in place of writing them. Each function raises KernelError when called outside its contract.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any

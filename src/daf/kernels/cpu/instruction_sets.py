@@ -1,7 +1,5 @@
 """The instruction set that the native kernels run with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -5,8 +5,6 @@ Addresses, ``threads`` and KernelError are as in ``kernels.cpu.codecs``. Bytes f
 ``docs/format.md``, whatever the threads, instructions or strategy. A workspace may hold anything.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 import daf._native as _native

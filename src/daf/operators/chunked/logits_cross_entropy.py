@@ -5,8 +5,6 @@ it. Here only the logits are held; backward makes their softmax anew, chunk by c
 gradient over them where nobody else holds them.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data sets by name: ``digits``, those of other distributions, and the user's own loaders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

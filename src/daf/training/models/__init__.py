@@ -1,7 +1,5 @@
 """Models by name: ``resnet18``, those of other distributions, and the user's own factories."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
