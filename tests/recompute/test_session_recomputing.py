@@ -110,7 +110,7 @@ SHARES = {
     "residual": 0.72,
     "in place": 0.8,
     "hardswish": 0.72,
-    "dropped attention": 0.8,
+    "dropped attention": 0.65,
 }
 LONG = ("residual", "hardswish")  # the first is in other tests, too
 
