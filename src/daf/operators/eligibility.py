@@ -1,7 +1,5 @@
 """Which operator calls a fused or chunked operator may replace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any

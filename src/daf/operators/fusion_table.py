@@ -1,7 +1,5 @@
 """The decisions of a fused operator for each call, from step to step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The interface of an operator that runs in place of PyTorch's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar, NamedTuple, TypeVar
 

@@ -1,7 +1,5 @@
 """The operators that policies can name, ours and others', and which runs in a function's place."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial

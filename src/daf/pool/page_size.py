@@ -1,7 +1,5 @@
 """The choice of a page size: padding wasted against the number of pages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from daf.core.code_format import code_bytes, header_bytes, plane_bytes

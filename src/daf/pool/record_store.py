@@ -1,7 +1,5 @@
 """A store that drops records anywhere, without a wait: the lock's next holder forgets them."""
 
-from __future__ import annotations
-
 import threading
 from abc import ABC, abstractmethod
 from collections import deque

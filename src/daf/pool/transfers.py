@@ -1,7 +1,5 @@
 """Copies between a device and pinned host memory that run beside the computation."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The paged pool's reports: its account, its evictions, where pages are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ A batch and its parts draw different numbers. Inside ``ConstantRandom`` dropout 
 and a draw of any size is one number throughout, so that only the mathematics can differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType

@@ -5,8 +5,6 @@ shows in ``Σ g (x·v)`` as well: for random signs ``v`` its expected square is 
 (Freivalds' check), at the cost of one vector in place of a product of matrices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """The small steps that are measured: their sizes, operators, codes and times."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

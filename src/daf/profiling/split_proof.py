@@ -6,6 +6,8 @@ meanwhile (``ConstantRandom``), so that what differs is the mathematics: example
 weights that are not the examples', or a dimension that is none of examples.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator

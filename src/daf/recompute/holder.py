@@ -1,7 +1,5 @@
 """How replayed calls hold tensors: in the same ledger, store and sites as all saved tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

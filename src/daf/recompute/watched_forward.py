@@ -1,7 +1,5 @@
 """Calls of modules that go through somebody else, by a ``forward`` set on each module meanwhile."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Repeated passes of one batch under chosen seeds, changing nothing; sketches of gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass

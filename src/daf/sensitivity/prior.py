@@ -1,7 +1,5 @@
 """Sensitivities predicted by a formula from one ordinary backward pass."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

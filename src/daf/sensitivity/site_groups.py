@@ -4,8 +4,6 @@ One site may add a thousand times less than another and would be lost beside it.
 alone while passes last, then with sites of the same role in neighbouring layers.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence

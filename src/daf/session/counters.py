@@ -1,7 +1,5 @@
 """Counts of a session's steps, for its reports and its state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from daf.capture.capture import Capture

@@ -3,8 +3,6 @@
 What was measured serves larger batches too, as long as they are near it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import suppress

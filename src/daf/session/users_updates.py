@@ -1,7 +1,5 @@
 """Updates of a user's loop within the budget: hooks see every optimizer's step, whoever calls."""
 
-from __future__ import annotations
-
 import weakref
 from contextlib import ExitStack
 from typing import Any

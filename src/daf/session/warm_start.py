@@ -5,8 +5,6 @@ again before the first step; replays and recipes are compared in training, as al
 the process cannot keep with the plan refuses memory, and a tighter plan follows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress

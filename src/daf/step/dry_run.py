@@ -4,8 +4,6 @@ The pass runs unfused and so holds more than a fused one: next to nothing on a f
 the logits of many classes, whose loss holds them once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any

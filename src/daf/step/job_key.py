@@ -5,8 +5,6 @@ may not: their code and what it calls, their attributes, what it reads of its mo
 What cannot be pickled has no digest, so that nothing is believed of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The losses of micro-batches, and how their gradients join; batches cut without a proof."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from inspect import signature

@@ -1,7 +1,5 @@
 """Snapshots of what a pass may change: random states, buffers, Python state, parameters too."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """The modules that ``torch.compile`` runs, and those that may have hooks or be replayed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

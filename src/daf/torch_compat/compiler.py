@@ -1,7 +1,5 @@
 """Keep torch's compiler out of DAF's own passes, and out of a process that does not compile."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import threading

@@ -1,7 +1,5 @@
 """A budget's refusal as an error that PyTorch's users recognise as out of memory."""
 
-from __future__ import annotations
-
 import torch
 
 from daf.core.errors import BudgetError

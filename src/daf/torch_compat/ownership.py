@@ -4,8 +4,6 @@ Four reference counts: of the tensor and its storage, in native code (views, Num
 Python (variables, hooks). A sole holder's differ between versions of PyTorch: measured once.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Who may still read a parameter in the rest of a backward pass."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

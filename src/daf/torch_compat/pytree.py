@@ -1,7 +1,5 @@
 """Nests of tensors in tuples, lists, mappings and dataclasses."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping

@@ -1,7 +1,5 @@
 """The order of a device's work that is issued to several streams."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

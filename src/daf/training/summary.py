@@ -1,5 +1,7 @@
 """A run in numbers: its plan in bytes, every saved tensor's treatment, and ``summary.json``."""
 
+from __future__ import annotations
+
 import platform
 from collections.abc import Sequence
 from importlib import metadata
