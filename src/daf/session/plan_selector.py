@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from daf.budget.limits import reread_pages
 from daf.core.errors import BudgetError
 from daf.core.json_dataclasses import Resumable
 from daf.core.plan import Plan
@@ -91,7 +90,6 @@ class PlanSelector(Resumable):
     def __init__(self, constraints: planner.Constraints) -> None:
         self.constraints = constraints
         self.autotuner = PlanAutotuner()
-        self._reread_pages = reread_pages()
         self.reweighed_ms = 0.0  # processor time of ended searches by new sensitivities
         self._search: BackgroundPlan | None = None
         self._by_numbers: BackgroundPlan | None = None  # the last search by new sensitivities
@@ -409,7 +407,7 @@ class PlanSelector(Resumable):
             least += THREAD_BYTES * torch.get_num_threads()
             least += int(FEW_EXAMPLES_SHARE * (modelled_bytes - own.floor_bytes))
         least = max(least, own.proof_bytes) + ANOTHER_PROCESS_BYTES
-        least += TAKEN_BYTES if reread_pages() > self._reread_pages + TAKEN_PAGES else 0
+        least += TAKEN_BYTES if own.reread_pages > TAKEN_PAGES else 0
         return least + (MORE_ROOM_BYTES if has_more_room else 0)
 
     def modelled(self, budget_bytes: int) -> int:
