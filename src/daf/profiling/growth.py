@@ -25,7 +25,7 @@ _GROWING = ("savings", "calls", "timeline", "passing_bytes")
 
 
 class HeldBeside:
-    """What the process holds beside tensors, under a limit: libraries keep what they have loaded."""
+    """What a process holds beside tensors, under a limit: libraries keep what they loaded."""
 
     def __init__(self, memory: MemoryDomain, keeper: Keeper) -> None:
         self._memory, self._keeper = memory, keeper
