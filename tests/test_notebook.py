@@ -13,6 +13,7 @@ def outputs() -> list[Any]:
     return outputs_of(executed())
 
 
+@pytest.mark.thorough
 def test_every_object_shows_itself_as_a_card(outputs: list[Any]) -> None:
     cards = [each.data["text/html"] for each in outputs if each.output_type == "execute_result"]
     titles = [card.split("</strong>")[0].rpartition(">")[2].split(" within ")[0] for card in cards]

@@ -40,7 +40,9 @@ def described(kind: str, folder: Path, **options: Any) -> Any:
     ("kind", "options", "head", "inputs", "labels"),
     [
         ("Bert", BERT, "BertForMaskedLM", (ROWS, 48), (ROWS, 48)),
-        ("GPT2", GPT2, "GPT2LMHeadModel", (ROWS, 128), (ROWS, 128)),
+        pytest.param(
+            *("GPT2", GPT2, "GPT2LMHeadModel", (ROWS, 128), (ROWS, 128)), marks=pytest.mark.thorough
+        ),
         ("ViT", VIT, "ViTForImageClassification", (ROWS, 1, 32, 32), (ROWS,)),
     ],
 )

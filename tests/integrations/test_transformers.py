@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from thoroughness import at_most
 from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="the adapter is to Hugging Face's Trainer")
@@ -42,6 +43,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
 ]
 WORDS, LENGTH, ROWS = 200, 64, 16
+STEPS = at_most(20, 8)
 ROOM_BYTES = 45_000_000
 Row = dict[str, Tensor]
 Budget = Callable[[int], int]
@@ -91,7 +93,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
         "lr_scheduler_type": "cosine",
         "warmup_steps": 4,
         "learning_rate": 1e-3,
-        "max_steps": 20,
+        "max_steps": STEPS,
         "logging_steps": 5,
         "save_strategy": "no",
         "report_to": [],
@@ -112,7 +114,7 @@ LONG = pytest.mark.thorough  # as scripts/hosts is
 @pytest.mark.parametrize(
     ("make", "data"), [(classifier, sentences), pytest.param(decoder, texts, marks=LONG)]
 )
-def test_twenty_steps_are_the_host_s_own(
+def test_steps_are_the_host_s_own(
     make: Callable[[], nn.Module],
     data: Callable[[], list[Row]],
     tmp_path: Path,
@@ -193,6 +195,7 @@ class WeightedWithin(BudgetedTrainer):
     compute_loss = Weighted.compute_loss
 
 
+@pytest.mark.thorough
 def test_an_override_of_compute_loss_keeps_working(
     tmp_path: Path, budget: Budget, same_weights: Same
 ) -> None:
@@ -360,6 +363,7 @@ def test_the_batch_size_finder_recognises_a_refusal(
     assert trainer.state.global_step == 2
 
 
+@pytest.mark.thorough
 def test_activation_checkpointing_is_left_to_the_session(
     tmp_path: Path, budget: Budget, caplog: pytest.LogCaptureFixture, same_weights: Same
 ) -> None:

@@ -115,7 +115,9 @@ def logged(trainer: Trainer, name: str) -> list[float]:
 
 
 TRAININGS = [
-    pytest.param(supervised, "num_tokens", 100_000_000, id="supervised"),
+    pytest.param(
+        *(supervised, "num_tokens", 100_000_000), id="supervised", marks=pytest.mark.thorough
+    ),
     pytest.param(preferred, "rewards/margins", 100_000_000, id="preferred"),
     pytest.param(rewarded, "margin", 100_000_000, id="rewarded"),
 ]

@@ -74,6 +74,7 @@ def test_a_million_operations_agree_with_the_model(tmp_path: Path, options: list
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-4000:]
 
 
+@pytest.mark.thorough
 def test_many_beginnings_and_ends_agree_with_the_model(tmp_path: Path) -> None:
     """Redirecting and undoing it race with other threads, who win one time in fifty runs."""
     program = build(tmp_path, [])

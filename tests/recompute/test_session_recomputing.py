@@ -112,7 +112,7 @@ SHARES = {
     "hardswish": 0.72,
     "dropped attention": 0.65,
 }
-LONG = ("residual", "hardswish")  # the first is in other tests, too
+LONG = ("residual", "in place", "hardswish")  # the first is in other tests, too
 
 
 def images() -> Batch:

@@ -142,7 +142,7 @@ def test_a_budget_lowered_from_another_thread_in_mid_step_takes_planes_at_once()
 
 
 @needs_limit
-@pytest.mark.parametrize("room_mb", [150, 115])
+@pytest.mark.parametrize("room_mb", [pytest.param(150, marks=pytest.mark.thorough), 115])
 def test_a_step_whose_budget_falls_is_finished_or_tried_again_and_updates_once(
     room_mb: int,
 ) -> None:

@@ -115,7 +115,8 @@ class Profiler:
         """
         # A refusal itself takes some: what unwinds it is read from PyTorch's files.
         self._bound_bytes = budget_bytes - MARGIN_BYTES if is_bounded else math.inf
-        gc.collect()  # what others left would be freed meanwhile, and seem not to be needed
+        if own is None:  # what others left would be freed meanwhile, and seem not to be needed
+            gc.collect()
         try:
             return self._measured(context, budget_bytes, own, on_progress, is_fused)
         except (DafError, MemoryError, torch.OutOfMemoryError):

@@ -23,10 +23,10 @@ print(json.dumps(run_sequences(int(sys.argv[1]), int(sys.argv[2]))))
 """
 
 
-def test_a_dozen_sequences_differ_in_nothing_from_the_model() -> None:
-    found = run_sequences(12, seed=5)
+def test_some_sequences_differ_in_nothing_from_the_model() -> None:
+    found = run_sequences(7, seed=5)
     assert [found[name] for name in WRONG] == [0, 0, 0, 0]
-    assert found["sequences_tried"] == 12
+    assert found["sequences_tried"] == 7
     assert found["steps_tried"] > 10
     assert found["interrupts_tried"] > 3
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 from daf_bench.memory import outside
+from thoroughness import ALL
 
 from daf.memory import process_memory
 from daf.memory.recycling_allocator import unsupported_reason
 
 MB = outside.MB
 SIZE = 20 * MB
+NAMES = ("arrays", "grow", "short", "decode", "bytes")
 PROBLEM = unsupported_reason()
+LONG = pytest.mark.thorough
 
 pytestmark = [
     pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
@@ -21,7 +24,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def rows() -> dict[str, dict[str, float]]:
     patch = pytest.MonkeyPatch()
-    names = ("arrays", "grow", "short", "decode", "bytes")
+    names = NAMES if ALL else ("arrays", "bytes")
     patch.setattr(outside, "CASES", {name: outside.CASES[name] for name in names})
     result = outside.run(SIZE)
     patch.undo()
@@ -30,14 +33,16 @@ def rows() -> dict[str, dict[str, float]]:
     return {row["case"]: row for row in result.rows}
 
 
-@pytest.mark.parametrize("name", ["arrays", "grow"])
+@pytest.mark.parametrize("name", ["arrays", pytest.param("grow", marks=LONG)])
 def test_arrays_are_inside(rows: dict[str, dict[str, float]], name: str) -> None:
     assert rows[name]["account_peak_bytes"] >= 0.95 * SIZE
     assert rows[name]["outside_peak_bytes"] < MB
     assert rows[name]["outside_kept_bytes"] < MB
 
 
-@pytest.mark.parametrize("name", ["short", "decode", "bytes"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("short", marks=LONG), pytest.param("decode", marks=LONG), "bytes"]
+)
 def test_what_others_take_is_outside(rows: dict[str, dict[str, float]], name: str) -> None:
     assert rows[name]["account_peak_bytes"] < MB
     assert rows[name]["outside_peak_bytes"] >= 0.95 * SIZE
