@@ -1,7 +1,5 @@
 """Every limit on this process's memory now, except the user's, with what it leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

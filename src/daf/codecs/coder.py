@@ -1,7 +1,5 @@
 """The coder: makes codes in the host's store, a device's pages, or host memory for a device."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from torch import Tensor

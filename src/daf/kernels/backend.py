@@ -4,8 +4,6 @@
 Tensors are dense and in memory order.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """What a budget's memory is, and the base of its keepers, whatever memory that is."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The store's interface: ask for planes, drop the last reference to free them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypedDict, Unpack

@@ -1,7 +1,5 @@
 """The plan in words and colours: saved tensors by module, with treatment and reason; the style."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

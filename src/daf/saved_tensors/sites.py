@@ -1,7 +1,5 @@
 """Where in the model an operator runs: module paths, call counts, stable names and seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field

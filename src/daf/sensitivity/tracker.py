@@ -7,7 +7,6 @@ restored, and failures do not stop the training.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Iterable, Mapping
@@ -20,6 +19,7 @@ from torch import nn
 
 from daf.capture.capture import Capture
 from daf.core.errors import DataError, NonFiniteLossError, PoolFullError
+from daf.core.garbage import newer_garbage_collected
 from daf.core.json_dataclasses import Resumable
 from daf.core.policy import LEAST_SCORE_BITS, Policy, Site, coded_policy, with_chunked_operators
 from daf.core.profile import Profile
@@ -167,7 +167,9 @@ class SensitivityTracker(Resumable):
         start_s = time.perf_counter()
         self.is_measuring = True
         try:
-            found = self._guarded(context, room, examples, running, policy, pool_bytes)
+            with newer_garbage_collected():  # passes' frames and graphs can be parts of cycles
+                found = self._guarded(context, room, examples, running, policy, pool_bytes)
+            self.keeper.flush()
         finally:
             self.is_measuring = False
             took_ms = 1000.0 * (time.perf_counter() - start_s)
@@ -242,9 +244,6 @@ class SensitivityTracker(Resumable):
         if capture.stats.evicted_bytes:
             self._most_examples, found = examples // 2, None
         capture.release_scratch()
-        del capture
-        gc.collect()  # passes' frames and graphs can be parts of cycles
-        self.keeper.flush()
         return found
 
     def _examples(self, batch_size: int) -> int:

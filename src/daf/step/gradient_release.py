@@ -1,7 +1,5 @@
 """Gradient release: the optimizer steps each parameter as its gradient completes, then frees it."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Iterator

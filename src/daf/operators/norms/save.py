@@ -4,8 +4,6 @@ Tensors are dense; float32 on the host, any float with a code on a device. Norma
 from a code or from the input itself (:class:`KeptValues`).
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,0 +1,67 @@
+"""Collections of what one piece of work leaves."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from daf.core.garbage import newer_garbage_collected
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """As in a program that froze nothing; automatic collections do not come between."""
+    count = gc.get_freeze_count()
+    gc.unfreeze()
+    gc.disable()
+    yield
+    gc.enable()
+    if count:
+        gc.freeze()
+
+
+@pytest.mark.usefixtures("thawed")
+def test_newer_cycles_are_freed_and_older_ones_are_not_looked_at() -> None:
+    older = weakref.ref(Cycle())
+    with newer_garbage_collected():
+        newer = weakref.ref(Cycle())
+    assert newer() is None
+    assert older() is not None
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert older() is None
+
+
+@pytest.mark.usefixtures("thawed")
+def test_what_raises_inside_is_raised_and_nothing_stays_frozen() -> None:
+    newer: list[weakref.ref[Cycle]] = []
+
+    def fail() -> None:
+        newer.append(weakref.ref(Cycle()))
+        raise KeyError
+
+    with pytest.raises(KeyError), newer_garbage_collected():
+        fail()
+    assert newer[0]() is None
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("thawed")
+def test_what_the_program_froze_stays_frozen() -> None:
+    older = weakref.ref(Cycle())
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with newer_garbage_collected():
+        newer = weakref.ref(Cycle())
+    assert newer() is None
+    assert older() is not None
+    assert gc.get_freeze_count() == frozen
+    gc.unfreeze()
