@@ -502,10 +502,12 @@ def test_a_whole_batch_foretold_by_few_examples_is_given_more_room(
 
 @pytest.mark.parametrize(("pages", "is_short"), [(TAKEN_PAGES, False), (TAKEN_PAGES + 1, True)])
 def test_a_least_has_room_for_library_code_that_a_hard_limit_took_in_measuring(
-    pages: int, is_short: bool
+    monkeypatch: pytest.MonkeyPatch, pages: int, is_short: bool
 ) -> None:
-    measured = replace(large(60), reread_pages=pages)
+    measured = large(60)
     least = planned.least_budget(measured)
+    read = iter((1000, 1000 + pages))  # when the session began, and when it refuses
+    monkeypatch.setattr(module, "reread_pages", lambda: next(read))
     with pytest.raises(BudgetError) as error:
         chosen(measured).begin(Profiles(measured), least - MIB)
     expected = least + ANOTHER_PROCESS_BYTES + MORE_ROOM_BYTES + 1

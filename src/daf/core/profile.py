@@ -181,7 +181,6 @@ class Profile:
     least_micro_batch: int = 1  # examples that run together
     grows_evenly: bool = False  # surely: so small steps foretell the whole batch
     recycles: bool = False  # freed blocks, under a hard limit (``memory.process_limit``)
-    reread_pages: int = 0  # of files, which a limit took while this was measured
     chunk_bytes: int = 0  # of the whole batch with fused operators (0: measured without)
     part_bytes: int = 0  # the most that a fused normalisation decodes at a time
     recording_ms: float = 0.0  # of the graph of values, in a micro-batch that recomputes

@@ -10,11 +10,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from daf.budget.limits import reread_pages
 from daf.core.profile import ZERO, Affine, Profile
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain
-from daf.memory.keeper import Keeper
 from daf.saved_tensors.observation import Observation
 
 MOST_POWER = 2.0
@@ -22,36 +20,6 @@ MOST_POWER = 2.0
 SHOWN_SHARE = 0.2
 EVEN_SHARE = 0.05  # of a step's peak, more than smaller ones foretell
 _GROWING = ("savings", "calls", "timeline", "passing_bytes")
-
-
-class HeldBeside:
-    """What a process holds beside tensors, under a limit: libraries keep what they loaded."""
-
-    def __init__(self, memory: MemoryDomain, keeper: Keeper) -> None:
-        self._memory, self._keeper = memory, keeper
-        self._most_bytes, self._mapped_bytes = 0, memory.mapped_bytes()
-        self._first_pages: int | None = None
-
-    def note(self) -> None:
-        """Look once, between steps."""
-        if not self._keeper.recycles:
-            return
-        memory = self._memory
-        self._mapped_bytes = max(self._mapped_bytes, mapped := memory.mapped_bytes())
-        beside = memory.held_bytes() - memory.account_bytes()
-        self._most_bytes = max(self._most_bytes, beside + self._mapped_bytes - mapped)
-        if self._first_pages is None:
-            self._first_pages = reread_pages()
-
-    def resident_bytes(self) -> int:
-        """Return what the process holds now, or held beside what its tensors hold."""
-        account = self._memory.account_bytes() if self._keeper.recycles else 0
-        return max(self._memory.held_bytes(), self._most_bytes + account)
-
-    @property
-    def reread_pages(self) -> int:
-        """Pages of files that a cgroup's limit took, and that steps after the first read again."""
-        return 0 if self._first_pages is None else reread_pages() - self._first_pages
 
 
 class PeakGrowth:

@@ -31,7 +31,7 @@ from daf.planning import planner
 from daf.planning.candidate import MARGIN_BYTES
 from daf.profiling import model_memory
 from daf.profiling.device_speeds import calibrated, device_speeds
-from daf.profiling.growth import HeldBeside, PeakGrowth, beside_tensors
+from daf.profiling.growth import PeakGrowth, beside_tensors
 from daf.profiling.profile_assembly import build, with_recipes
 from daf.profiling.replay_proof import ProofLimits, most_ms, prove_replays, refuse_replays
 from daf.profiling.small_steps import (
@@ -90,10 +90,9 @@ class Profiler:
 
     def __post_init__(self) -> None:
         self._choice = SplitChoice(WHOLE, refusal=NOT_PROVEN)
-        self.proof_ms = 0.0
         self._operators, self._growth = StepOperators(), PeakGrowth()
-        self._beside = HeldBeside(self.memory, self.keeper)
-        self._bound_bytes, self._grows_evenly = math.inf, False
+        self._beside_bytes, self._mapped_bytes = 0, self.memory.mapped_bytes()
+        self._bound_bytes, self._grows_evenly, self.proof_ms = math.inf, False, 0.0
 
     def profile(
         self,
@@ -243,7 +242,7 @@ class Profiler:
         self, context: StepContext, own: Profile | None, largest: Observation, budget: int, say: Say
     ) -> list[Observation]:
         """Observe a batch that is not cut as it is, if it needs a plan and growth is a guess."""
-        examples, now = context.info.examples, self._beside.resident_bytes()
+        examples, now = context.info.examples, self._resident_bytes()
         bound_bytes = min(self._bound_bytes, budget - MARGIN_BYTES)
         whole_bytes = self._kept_bytes(largest, examples)
         needs_plan = self._expected(largest, largest.examples) <= bound_bytes < whole_bytes
@@ -265,7 +264,7 @@ class Profiler:
         """
         gradients = model_memory.gradient_bytes(self.model)
         growing = self._growth.peak_bytes(found, examples, gradients)
-        return self._beside.resident_bytes() + gradients + growing + MARGIN_BYTES
+        return self._resident_bytes() + gradients + growing + MARGIN_BYTES
 
     def _kept_bytes(self, found: Observation, examples: int) -> float:
         return self._expected(found, examples) + found.plain_bytes * examples / found.examples
@@ -385,11 +384,11 @@ class Profiler:
         state = model_memory.optimizer_bytes_to_come(self.optimizer)
         passing = model_memory.update_bytes(self.optimizer, self.memory)
         self._make_room()  # what the trials had
-        self._beside.note()
+        self._note_beside()
         touched = model_memory.touched_bytes(self.model, self.optimizer)
         return Profile(
             floor_bytes=self.baseline_bytes,
-            resident_bytes=self._beside.resident_bytes(),
+            resident_bytes=self._resident_bytes(),
             parameter_bytes=model_memory.parameter_bytes(self.model),
             gradient_bytes=model_memory.gradient_bytes(self.model),
             optimizer_bytes=state,
@@ -408,11 +407,20 @@ class Profiler:
             proof_bytes=self._bytes_to_prove(observations[0]),
             least_micro_batch=self._choice.cut.least,
             recycles=self.keeper.recycles,
-            reread_pages=self._beside.reread_pages,
             chunk_bytes=self._operators.chunk_bytes,
             part_bytes=observations[-1].norm_part_bytes,
             fusions=self.capture.fusions() if self._operators.chunk_bytes else (),
         )
+
+    def _note_beside(self) -> None:
+        if self.keeper.recycles:
+            self._mapped_bytes = max(self._mapped_bytes, mapped := self.memory.mapped_bytes())
+            beside = self.memory.held_bytes() - self.memory.account_bytes()
+            self._beside_bytes = max(self._beside_bytes, beside + self._mapped_bytes - mapped)
+
+    def _resident_bytes(self) -> int:
+        account = self.memory.account_bytes() if self.keeper.recycles else 0
+        return max(self.memory.held_bytes(), self._beside_bytes + account)
 
     def _within(self, budget_bytes: float, run: Callable[[], Found]) -> Found | None:
         if (found := self.keeper.within(budget_bytes, run)) is None:
@@ -439,4 +447,4 @@ class Profiler:
 
     def _settle(self) -> None:
         self._make_room()
-        self._beside.note()
+        self._note_beside()

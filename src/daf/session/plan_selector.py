@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from daf.budget.limits import reread_pages
 from daf.core.errors import BudgetError
 from daf.core.json_dataclasses import Resumable
 from daf.core.plan import Plan
@@ -48,7 +49,8 @@ MORE_ROOM_BYTES = 4 * 2**20
 FEW_EXAMPLES_SHARE = 0.015
 THREAD_BYTES = 2 * 2**20
 # Where a cgroup's limit took library code from the process while it was measured: what comes back
-# once there is room (10 to 12 MB measured of 125), where so many pages had to be read again.
+# once there is room (10 to 12 MB measured of 125), where so many pages had to be read again. Those
+# count that were read while the program loaded: without them, leasts were 5 MB too low.
 TAKEN_BYTES = 14 * 2**20
 TAKEN_PAGES = 256
 # Bytes that a background search may hold: 20 MB were measured for 1,000 sites.
@@ -90,6 +92,7 @@ class PlanSelector(Resumable):
     def __init__(self, constraints: planner.Constraints) -> None:
         self.constraints = constraints
         self.autotuner = PlanAutotuner()
+        self._reread_pages = reread_pages()
         self.reweighed_ms = 0.0  # processor time of ended searches by new sensitivities
         self._search: BackgroundPlan | None = None
         self._by_numbers: BackgroundPlan | None = None  # the last search by new sensitivities
@@ -407,7 +410,7 @@ class PlanSelector(Resumable):
             least += THREAD_BYTES * torch.get_num_threads()
             least += int(FEW_EXAMPLES_SHARE * (modelled_bytes - own.floor_bytes))
         least = max(least, own.proof_bytes) + ANOTHER_PROCESS_BYTES
-        least += TAKEN_BYTES if own.reread_pages > TAKEN_PAGES else 0
+        least += TAKEN_BYTES if reread_pages() > self._reread_pages + TAKEN_PAGES else 0
         return least + (MORE_ROOM_BYTES if has_more_room else 0)
 
     def modelled(self, budget_bytes: int) -> int:
