@@ -18,6 +18,7 @@ from daf.core.errors import BudgetError, ClosedSessionError
 from daf.memory import process_memory
 from daf.profiling.profiler import Profiler
 from daf.session import warm_start
+from daf.session.plan_selector import PlanSelector
 from daf.session.step_profiles import StepProfiles
 from daf.session.step_runner import StepRunner
 from daf.session.warm_start import WarmStart
@@ -326,3 +327,27 @@ def test_a_budget_near_the_one_that_was_kept_has_a_plan_of_its_own(
         assert session.prepare(batch(), loss).predicted_peak_bytes <= less
         assert session.began_warm
         assert session.step(batch(), loss).peak_bytes <= less
+
+
+@pytest.mark.usefixtures("whole_batches_are_fastest")
+def test_a_near_budget_and_a_process_that_holds_more_take_one_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warm_start, "NEAR", 1e9)
+    budget = budget_of(400)
+    run(budget=budget, tolerance=0.0)
+    planned: list[str] = []
+    for name in ("regrow", "again"):
+        plan = getattr(PlanSelector, name)
+
+        def counted(*arguments: Any, _plan: Any = plan, _name: str = name, **options: Any) -> Any:
+            planned.append(_name)
+            return _plan(*arguments, **options)
+
+        monkeypatch.setattr(PlanSelector, name, counted)
+    held = torch.ones(45_000_000)  # 180 MB
+    again = run(budget=budget + 30_000_000, tolerance=0.0)
+    assert again.began_warm
+    assert again.peak_bytes <= budget + 30_000_000
+    assert planned == ["regrow"]
+    del held

@@ -160,6 +160,7 @@ class PlanController(Resumable):
         profiles, budget_bytes = self.selector.profiles, self.budget_bytes
         if more_bytes > 0 and profiles is not None and budget_bytes is not None:
             self.selector.regrow(profiles.beside(more_bytes), budget_bytes)
+            self.planned_budget_bytes = budget_bytes
 
     def _outgrow(self, context: StepContext, budget_bytes: int) -> None:
         """Plan anew from near smaller batches if that fits; else forget, to measure this batch."""
