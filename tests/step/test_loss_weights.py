@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 
 from daf import Session
 from daf.core.errors import SplitError
-from daf.step.loss_weights import LossWeights, PartWeights, ScaleWatch, Weighing
+from daf.step.loss_weights import LossWeights, PartWeights, Weighing, scale_watched
 from daf.step.microbatch import read_loss
 
 CLASSES, EXAMPLES, TOKENS = 5, 6, 4
@@ -125,8 +125,8 @@ def test_a_scaled_loss_is_reported_unscaled(micro_batch: int) -> None:
 
 def test_watches_nest_and_leave_the_class_as_it_was() -> None:
     before, scaler, loss = GradScaler.scale, GradScaler("cpu", init_scale=8.0), torch.ones(())
-    with ScaleWatch() as outer:
-        with ScaleWatch() as inner:
+    with scale_watched() as outer:
+        with scale_watched() as inner:
             assert float(scaler.scale(loss)) == 8.0
         assert GradScaler.scale is not before
     assert inner.factor is not None

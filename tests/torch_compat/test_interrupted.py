@@ -6,8 +6,10 @@ import pytest
 import torch
 from daf_bench.faults.interrupts import InterruptedAt
 from torch import nn
+from torch.amp import GradScaler
 
 from daf.core.replaced import replaced
+from daf.step.loss_weights import scale_watched
 from daf.torch_compat.autograd_graph import pack_hook, saved_tensor_hooks
 from daf.torch_compat.compiler import eagerly
 from daf.torch_compat.modules import around_calls
@@ -17,7 +19,7 @@ def found() -> tuple[object, ...]:
     """What others read while nobody of ours listens."""
     stance = torch._dynamo.eval_frame._stance
     hooks = torch.autograd.graph.disable_saved_tensors_hooks
-    return stance.stance, hooks, nn.Module.__call__, pack_hook()
+    return stance.stance, hooks, nn.Module.__call__, pack_hook(), GradScaler.scale
 
 
 def is_interrupted(line: int, owner: object) -> bool:
@@ -28,6 +30,7 @@ def is_interrupted(line: int, owner: object) -> bool:
             eagerly(),
             around_calls(lambda *_: None),
             saved_tensor_hooks(lambda tensor: tensor, lambda tensor: tensor),
+            scale_watched(),
         ):
             pass
     except KeyboardInterrupt:

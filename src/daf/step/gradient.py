@@ -26,7 +26,7 @@ from daf.recompute.python_state import Surroundings
 from daf.step.context import StepContext
 from daf.step.dry_run import dry_run
 from daf.step.gradient_release import LEFT_TO_USER, GradientRelease
-from daf.step.loss_weights import LossWeights, PartWeights, ScaleWatch, Weighing, parameter_names
+from daf.step.loss_weights import LossWeights, PartWeights, Weighing, parameter_names, scale_watched
 from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
 from daf.step.state_snapshot import StepSnapshot
 from daf.torch_compat.compiled_modules import CompiledModules
@@ -209,8 +209,8 @@ class GradientStep:
         policy = plan.policy.of_piece(examples, plan.micro_batch)
         capture = self._capturing(context, policy, part, micro_index, is_whole=is_whole)
         operators = LossWeights(names=weights.names) if weights else None
-        scaling = ScaleWatch()
-        with capture, self.release.watching(), operators or nullcontext(), scaling:
+        watching = self.release.watching()
+        with capture, watching, operators or nullcontext(), scale_watched() as scaling:
             result = context.loss_fn(self.model, part)
         loss = read_loss(result, examples)
         if weights is not None and operators is not None:

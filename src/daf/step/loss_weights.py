@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import wraps
@@ -391,22 +392,24 @@ def _is_proportional(numbers: Sequence[float], weights: Sequence[float]) -> bool
 
 
 class ScaleWatch:
-    """Notes the last factor of ``GradScaler.scale`` in this thread, while entered.
-
-    ``factor``: a tensor of one element on the scaler's device, not waited for; None: no loss was
-    scaled. Of several watches the innermost notes it. With all left, nobody's class stays changed.
+    """The last factor of ``GradScaler.scale``, a tensor of one element on the scaler's device, not
+    waited for; None: no loss was scaled.
     """
 
     def __init__(self) -> None:
         self.factor: Tensor | None = None
         self.thread = get_ident()
 
-    def __enter__(self) -> ScaleWatch:
-        _scale.add(self)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        _scale.remove(self)
+@contextmanager
+def scale_watched() -> Iterator[ScaleWatch]:
+    """Note factors of this thread inside; of several watches the innermost notes them.
+
+    With all left, nobody's class stays changed.
+    """
+    watch = ScaleWatch()
+    with _scale.told(watch):
+        yield watch
 
 
 @wraps(GradScaler.scale)
