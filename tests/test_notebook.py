@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 from notebook import NOTEBOOK, executed, outputs_of
 
+RUNS = pytest.mark.thorough  # all cells, which takes as long as any test
+
 
 @pytest.fixture(scope="module")
 def outputs() -> list[Any]:
     return outputs_of(executed())
 
 
-@pytest.mark.thorough
+@RUNS
 def test_every_object_shows_itself_as_a_card(outputs: list[Any]) -> None:
     cards = [each.data["text/html"] for each in outputs if each.output_type == "execute_result"]
     titles = [card.split("</strong>")[0].rpartition(">")[2].split(" within ")[0] for card in cards]
@@ -25,6 +27,7 @@ def test_every_object_shows_itself_as_a_card(outputs: list[Any]) -> None:
     assert "budget" in cards[2]
 
 
+@RUNS
 def test_measuring_is_told_and_a_refusal_names_the_least_budget(outputs: list[Any]) -> None:
     told = [each.data["text/plain"] for each in outputs if each.output_type == "display_data"]
     assert told[0] == "DAF has measured"

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -305,6 +307,15 @@ def test_a_failing_reclaim_hook_fails_only_the_allocation(monkeypatch: pytest.Mo
     assert [type(error) for error in reported] == [KeyError]
 
 
+@pytest.fixture
+def ctrl_c_raises() -> Iterator[None]:
+    """As in a terminal: where a shell began this in the background, Ctrl-C would be ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_in_a_reclaim_hook_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda found: reported.append(found.exc_value))
