@@ -68,7 +68,10 @@ def _weights(work: Trainable) -> Mapping[Site, float]:
     batch = work.batch(0)
     cut, examples = likely_cut(batch), max(4, work.order.batch_size // 4)
     part = cut.take(batch, 0, examples)
-    found = measure_sensitivity(work.model, work.task.loss, part, coded_policy(2))
+    # As they run: a code that serves several sites is as important as all of them together.
+    found = measure_sensitivity(
+        work.model, work.task.loss, part, coded_policy(2), separate_codes=False
+    )
     return MappingProxyType(found.weights())
 
 
