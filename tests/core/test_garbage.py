@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from daf.core.garbage import newer_garbage_collected
+from daf.core.garbage import _Frozen, newer_garbage_collected
 
 
 class Cycle:
@@ -17,9 +17,10 @@ class Cycle:
 
 
 @pytest.fixture
-def thawed() -> Iterator[None]:
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a program that froze nothing; automatic collections do not come between."""
     count = gc.get_freeze_count()
+    monkeypatch.setattr(_Frozen, "by_program", False)
     gc.unfreeze()
     gc.disable()
     yield
@@ -55,7 +56,7 @@ def test_what_raises_inside_is_raised_and_nothing_stays_frozen() -> None:
 
 
 @pytest.mark.usefixtures("thawed")
-def test_what_the_program_froze_stays_frozen() -> None:
+def test_what_the_program_froze_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     older = weakref.ref(Cycle())
     gc.freeze()
     frozen = gc.get_freeze_count()
@@ -64,4 +65,20 @@ def test_what_the_program_froze_stays_frozen() -> None:
     assert newer() is None
     assert older() is not None
     assert gc.get_freeze_count() == frozen
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("slow, and known"))
+    with newer_garbage_collected():
+        pass
     gc.unfreeze()
+
+
+@pytest.mark.usefixtures("thawed")
+def test_pieces_of_work_inside_one_another_are_thawed_at_the_end() -> None:
+    older = weakref.ref(Cycle())
+    with newer_garbage_collected():
+        with newer_garbage_collected():
+            inner = weakref.ref(Cycle())
+        assert inner() is None
+        assert gc.get_freeze_count() > 0
+        assert not _Frozen.by_program
+    assert gc.get_freeze_count() == 0
+    assert older() is not None

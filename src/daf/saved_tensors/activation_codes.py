@@ -6,8 +6,6 @@ PyTorch's own backward reads the saved tensor and computes h'. A saved value at 
 level represents it: it exists where h' is continuous.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Gradients that the user accumulated before a step: set aside, then added to the step's own."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

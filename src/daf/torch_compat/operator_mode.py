@@ -1,7 +1,5 @@
 """Modes that see operators, their stacks, and copies of PyTorch's functions for use inside them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, MappingProxyType
