@@ -16,7 +16,8 @@ namespace daf::paging {
 struct TreeCheck {
   const ImportanceTree& tree;
 
-  // Every node's children name it, are in order, and have one black node more or less nowhere.
+  // Children name their parent and are in order; no red node has a red child; every way down meets
+  // as many black nodes.
   bool is_sound() const {
     const uint32_t root = tree.root();
     return !tree.is_red(root) && black_height(root) >= 0;
@@ -51,7 +52,7 @@ class Pair {
     for (uint32_t slot = 0; slot < slots; ++slot) outside_.push_back(slot);
   }
 
-  // `share` of the operations insert; the first half of `distinct` importances meets often.
+  // `share` of the operations insert one of `distinct` importances: where these are few, they tie.
   const char* step(double share, int distinct) {
     if (inside_.empty() || (!outside_.empty() && uniform_(random_) < share)) {
       insert(double(random_() % distinct));

@@ -32,7 +32,7 @@ PLAIN_CALL = nn.Module.__call__
 
 
 def block(outer: int) -> nn.Sequential:
-    """Saves 16 KB a row, or its input of a quarter."""
+    """Saves 16 KB a row, or its input of 256 bytes."""
     acts = (nn.GELU(), nn.Tanh(), nn.SiLU())
     return nn.Sequential(nn.Linear(outer, WIDTH), *acts, nn.Linear(WIDTH, outer), nn.Dropout(0.1))
 
