@@ -1,16 +1,7 @@
 // Sixteen lanes in two AVX2 registers (AVX2, FMA, F16C). Meanings: vector_portable.h.
 #pragma once
 
-#include <immintrin.h>
-
-#include <cstdint>
-#include <cstring>
-#include <utility>
-
-#define DAF_INLINE static inline __attribute__((always_inline))
-#define DAF_MEMBER_INLINE inline __attribute__((always_inline))
-#define DAF_NEVER_INLINE __attribute__((noinline))
-#define DAF_UNROLLED _Pragma("GCC unroll 16")
+#include "simd/x86.h"
 
 namespace {
 

@@ -1,10 +1,12 @@
-"""How often a small step is timed."""
+"""How often a small step is timed, and which of them are."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from daf.profiling.small_steps import AGREE, LONG_MS, MOST_RUNS, fastest_ms
+from daf.profiling.small_steps import AGREE, LONG_MS, MOST_RUNS, fastest_ms, times_by_size
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,36 @@ def test_a_long_step_is_timed_once_and_a_short_one_until_two_times_agree(
     left = list(took_ms)
     assert fastest_ms(lambda: left.pop(0)) == min(took_ms[:runs])
     assert len(took_ms) - len(left) == runs
+
+
+def affine(examples: int) -> float:
+    return 7.0 + 2.0 * examples
+
+
+def bent(examples: int) -> float:
+    """As where the processor has work enough from eight examples on."""
+    return 20.0 + max(0, examples - 8) * 3.0
+
+
+@pytest.mark.parametrize(("took_ms", "measured"), [(affine, [32, 1, 8]), (bent, [32, 1, 8, 4, 16])])
+def test_sizes_on_a_line_between_others_are_not_timed(
+    took_ms: Callable[[int], float], measured: list[int]
+) -> None:
+    timed: list[int] = []
+
+    def measure(examples: int) -> float:
+        timed.append(examples)
+        return took_ms(examples)
+
+    sizes = (32, 16, 8, 4, 2, 1)
+    found = times_by_size(sizes, measure)
+    assert timed[:3] == measured[:3]
+    assert sorted(timed) == sorted(measured)
+    assert [examples for examples, _ in found] == sorted(sizes)
+    assert dict(found) == pytest.approx({each: took_ms(each) for each in sizes})
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 8, 99])
+def test_sizes_that_are_refused_memory_are_left_out(most: int) -> None:
+    found = times_by_size((1, 4, 8, 16), lambda n: affine(n) if n <= most else None)
+    assert dict(found) == pytest.approx({n: affine(n) for n in (1, 4, 8, 16) if n <= most})

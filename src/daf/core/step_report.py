@@ -45,9 +45,8 @@ class StepReport:
     @property
     def charged_peak_bytes(self) -> int:
         """The peak, or the budget and what was needed over it, where that is more."""
-        if self.budget_bytes is None or not self.overrun_bytes:
-            return self.peak_bytes
-        return max(self.peak_bytes, self.budget_bytes + self.overrun_bytes)
+        over_bytes = self.overrun_bytes and (self.budget_bytes or 0) + self.overrun_bytes
+        return max(self.peak_bytes, over_bytes)
 
     @property
     def added_noise(self) -> float | None:

@@ -40,13 +40,14 @@ from daf.profiling.small_steps import (
     TIGHTEST,
     TIGHTEST_BITS,
     Expectation,
+    SizeTimes,
     StepOperators,
-    Times,
     fastest_ms,
     halvings,
     probe_sizes,
     sizes_within,
     timed_ms,
+    times_by_size,
 )
 from daf.profiling.split_choice import CutChooser, bytes_to_prove
 from daf.profiling.step_observer import Observer
@@ -155,17 +156,17 @@ class Profiler:
             observations = self._observations(context, sizes, budget_bytes, say)
             observations += self._whole(context, own, observations[-1], budget_bytes, say)
             say("times")
-            times = self._times(context, observations, budget_bytes)
+            kept_ms, coded_ms = self._times(context, observations, budget_bytes)
             say("replays")
             refusals = own.replay_refusals if own else None
             if refusals is None:
-                refusals = self._replay_refusals(context, observations[0], times, budget_bytes)
+                refusals = self._replay_refusals(context, observations[0], kept_ms, budget_bytes)
             refuse_replays(observations, refusals)
         known, room_bytes = own.speeds if own else None, budget_bytes - self.memory.held_bytes()
         speeds = device_speeds(observations[-1], self.spill, known, device, room_bytes)
-        found = self._profile(examples, observations, times.kept, speeds)
-        if times.coded_ms is not None:
-            found = calibrated(found, times.kept[-1][0], times.coded_ms)
+        found = self._profile(examples, observations, kept_ms, speeds)
+        if coded_ms is not None:
+            found = calibrated(found, kept_ms[-1][0], coded_ms)
         say("recomputation")
         return self._with_recipes(found, context, observations, budget_bytes)
 
@@ -301,7 +302,8 @@ class Profiler:
 
     def _times(
         self, context: StepContext, observations: list[Observation], budget_bytes: int
-    ) -> Times:
+    ) -> tuple[SizeTimes, float | None]:
+        """Return the times with everything kept, and of the largest of these sizes coded."""
         largest = observations[-1]
         fitting = self._fitting_kept(observations, budget_bytes)
         is_cut = fitting and not self._choice.refusal
@@ -314,16 +316,13 @@ class Profiler:
             self._settle()
             return found_ms
 
-        kept = []
-        for size in sorted(sizes):
-            step_ms = self._within(budget_bytes, partial(fastest, plain_policy(), size))
-            if step_ms is None:
-                break
-            kept.append((size, step_ms))
+        kept = times_by_size(
+            sizes, lambda size: self._within(budget_bytes, partial(fastest, plain_policy(), size))
+        )
         if not kept:
-            return Times(((largest.examples, largest.step_ms),))
+            return ((largest.examples, largest.step_ms),), None
         is_known = largest.coded_ms >= LONG_MS and largest.examples == kept[-1][0]
-        return Times(tuple(kept), largest.coded_ms if is_known else fastest(TIGHTEST, kept[-1][0]))
+        return kept, largest.coded_ms if is_known else fastest(TIGHTEST, kept[-1][0])
 
     def _fitting_kept(self, observations: list[Observation], budget_bytes: int) -> list[int]:
         sizes = {each.examples: self._kept_bytes(each, each.examples) for each in observations}
@@ -350,16 +349,16 @@ class Profiler:
         return found if recomputing is None else with_recipes(found, recomputing)
 
     def _replay_refusals(
-        self, context: StepContext, smallest: Observation, times: Times, budget_bytes: int
+        self, context: StepContext, smallest: Observation, times: SizeTimes, budget_bytes: int
     ) -> dict[str, str]:
         """Prove on the smallest step which calls may be replayed, with what room there is."""
-        examples = context.info.examples
-        part, count = context.first(smallest.examples), smallest.examples
+        examples, count = context.info.examples, smallest.examples
+        part = context.first(count)
         # Neither codes nor gradients exist meanwhile.
         room = budget_bytes - int(self._expected(smallest, count)) + smallest.held_bytes
         limits = ProofLimits(
             None if room >= 2 * smallest.plain_bytes else max(0, room),
-            most_ms(count, examples, Affine.through(times.kept).at(examples)),
+            most_ms(count, examples, Affine.through(times).at(examples)),
         )
         start_s = time.perf_counter()
         found = prove_replays(

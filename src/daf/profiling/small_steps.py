@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import numpy as np
 from torch import nn
 
 from daf.capture.capture import Capture
@@ -16,9 +16,11 @@ from daf.step.microbatch import read_loss
 
 TOGETHER_MS, MOST_RUNS = 20.0, 8  # a step is timed twice; a very short one more often, until two
 AGREE = 0.03  # of its times differ by no more than this share
+LINEAR = 0.05  # a time so near the line between a smaller and a larger step's is on it
 LONG_MS = 200.0  # one that takes so long once: it bears a disturbance, and the user waits
 # Maps a number of examples to the process's peak (bytes) in their step.
 Expectation = Callable[[int], float]
+SizeTimes = tuple[tuple[int, float], ...]  # (examples, ms), the fewest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,6 @@ def halvings(examples: int, least: int) -> Iterator[int]:
     yield least
 
 
-class Times(NamedTuple):
-    """``kept``: (examples, ms) with everything kept; ``coded_ms``: the largest of them coded."""
-
-    kept: tuple[tuple[int, float], ...]
-    coded_ms: float | None = None
-
-
 def fastest_ms(run: Callable[[], float]) -> float:
     """Return the least time of some runs: disturbances only add time, and seldom the same twice."""
     found_ms = [run()]
@@ -89,6 +84,32 @@ def fastest_ms(run: Callable[[], float]) -> float:
             break
         found_ms.append(run())
     return min(found_ms)
+
+
+def times_by_size(sizes: Sequence[int], measure: Callable[[int], float | None]) -> SizeTimes:
+    """Return the times of sizes, on lines where what is measured in their middle lies on them.
+
+    The largest are left out while ``measure`` returns None, as where memory is refused.
+    """
+    left, last_ms = sorted(sizes), None
+    while left and (last_ms := measure(left[-1])) is None:
+        left.pop()
+    if last_ms is None:
+        return ()
+    first_ms = (measure(left[0]) if len(left) > 1 else None) or last_ms
+    return tuple(_on_lines(left, (first_ms, last_ms), measure))
+
+
+def _on_lines(
+    sizes: list[int], ends_ms: tuple[float, float], measure: Callable[[int], float | None]
+) -> list[tuple[int, float]]:
+    """Return the times of sizes between two whose times are known, and theirs."""
+    middle, line_ms = len(sizes) // 2, np.interp(sizes, [sizes[0], sizes[-1]], ends_ms)
+    middle_ms = measure(sizes[middle]) if len(sizes) > 2 else None
+    if middle_ms is None or abs(middle_ms - line_ms[middle]) <= LINEAR * middle_ms:
+        return [*zip(sizes, map(float, line_ms), strict=True)]
+    below = _on_lines(sizes[: middle + 1], (ends_ms[0], middle_ms), measure)
+    return below + _on_lines(sizes[middle:], (middle_ms, ends_ms[1]), measure)[1:]
 
 
 def timed_ms(

@@ -87,9 +87,8 @@ def _is_coded(tensor: Tensor) -> bool:
 
 def _once(tensor: Tensor) -> Tensor:
     """Return the tensor without repetitions: one of each that an expansion made."""
-    sizes = [
-        size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ]
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    sizes = [size if stride else 1 for size, stride in steps]
     return tensor.detach().as_strided(sizes, tensor.stride())
 
 

@@ -202,8 +202,7 @@ def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 Count = Callable[[int], Any]  # counts bytes for as long as what it returns lives
-# A call may write a buffer and leave its value (a mean of 0, again 0). Only in a small buffer can
-# that be chance.
+# A call may write a buffer and leave its value (a mean of 0): in a small one that can be chance.
 MOST_BYTES_SAME_BY_CHANCE = 64 * 2**10
 
 

@@ -231,10 +231,6 @@ def _read_in(node: Node) -> Iterator[Node]:
             todo += _nodes_of(each)
 
 
-def _steps_of(step: _Step) -> list[Operation]:
-    return [each.operation for each in set(_read_in(step)) if isinstance(each, _Step)]
-
-
 def _alive_bytes(node: Node) -> int:
     """Return the bytes alive beside leaves when most are: a step's results and what it reads."""
     read = dict.fromkeys(_nodes_of(node)) if isinstance(node, _Step) else ()
@@ -355,7 +351,8 @@ class _Search:
             return None
         before = self._work_bytes
         near = self._maker.near(value)
-        made = _steps_of(near) if near else [operation]
+        steps = set(_read_in(near)) if near else ()
+        made = [each.operation for each in steps if isinstance(each, _Step)] or [operation]
         self._work_bytes += sum(each.made_bytes for each in made)
         try:
             if self._work_bytes > self._most_work:

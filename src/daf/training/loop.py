@@ -285,7 +285,7 @@ class _Run:
         """Return the metric over all test examples; None if a signal came first."""
         total = weight = 0.0
         self.job.optimizer.zero_grad()  # evaluation needs their room; the next step makes its own
-        plan = self.job.session.plan
+        plan, task = self.job.session.plan, self.job.task
         batch_size = plan.micro_batch if plan else self.job.settings.batch_size
         self.job.model.eval()
         try:
@@ -293,15 +293,14 @@ class _Run:
             for indices in self.job.test_indices(max(1, batch_size // 2)):
                 if self.watch.requested:
                     return None
-                examples = torch.from_numpy(indices)
-                added, added_weight = self.job.session.evaluate(examples, self._score)
+                added, added_weight = self.job.session.evaluate(
+                    torch.from_numpy(indices),
+                    lambda model, part: task.score(model, self.job.test_batch(part.numpy())),
+                )
                 total, weight = total + added, weight + added_weight
         finally:
             self.job.model.train()
-        return self.job.task.metric(total / weight)
-
-    def _score(self, model: nn.Module, examples: torch.Tensor) -> tuple[float, float]:
-        return self.job.task.score(model, self.job.test_batch(examples.numpy()))
+        return task.metric(total / weight)
 
     def _checkpoint(self) -> None:
         if not _is_finite(self.job.model):

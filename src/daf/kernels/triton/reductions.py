@@ -14,15 +14,9 @@ from daf.core.code_format import BLOCK_ELEMENTS
 from daf.kernels import RangeStrategy
 from daf.kernels.cpu.checks import check_channels, check_member
 from daf.kernels.normalisation import Sums
+from daf.kernels.triton import reduction_kernels
 from daf.kernels.triton.launch import on_device, patterns
 from daf.kernels.triton.planes import NO_PLANES, PlaneWords
-from daf.kernels.triton.reduction_kernels import (
-    channel_span_sums,
-    finish_ranges,
-    fold_halves,
-    reduce_ranges,
-    side_by_side_sums,
-)
 
 _TILE = 2048
 _MOST_PARTIALS = 512
@@ -58,7 +52,7 @@ def measure_ranges(
     shape = (programs, channels)
     keys = (least, greatest) if is_alone else _places_of_keys(strategy, shape, items.device)
     on_device(
-        reduce_ranges,
+        reduction_kernels.reduce_ranges,
         (programs, -(-channels // tiles["COLUMNS"])),
         source=elements,
         least=keys[0],
@@ -98,7 +92,7 @@ def _finish(keys: _Pair, ends: _Pair) -> None:
     partials, channels = keys[0].shape
     columns = min(_power_of_two(channels), 8)
     on_device(
-        finish_ranges,
+        reduction_kernels.finish_ranges,
         (-(-channels // columns),),
         least=keys[0],
         greatest=keys[1],
@@ -146,13 +140,15 @@ class SpanSums:
             sides = SideBySide(channels, span, count, -(-span // channels))
             grid: tuple[int, ...] = (-(-count // _SPANS), -(-channels // columns))
             arguments |= {"sides": sides, "SPANS": _SPANS, "COLUMNS": columns}
-            on_device(side_by_side_sums, grid, **arguments)
+            on_device(reduction_kernels.side_by_side_sums, grid, **arguments)
             return
         period, tiles = channels * inner, -(-channels // _CHANNELS)
         periods, groups = (span - 1) // period + 2, (min(inner, span) + 14) // 16 + 1
         runs = Runs(channels, inner, period, span, periods, groups, tiles, _CHANNELS * inner)
         grid = (count * tiles,)
-        on_device(channel_span_sums, grid, **arguments, runs=runs, COLUMNS=_CHANNELS)
+        on_device(
+            reduction_kernels.channel_span_sums, grid, **arguments, runs=runs, COLUMNS=_CHANNELS
+        )
 
     def totals(self) -> Sums:
         """Fold both kinds of the spans' sums to (channels,) each, by halving strides."""
@@ -164,7 +160,7 @@ class SpanSums:
         columns = min(_power_of_two(channels), max(1, _MOST_FOLDED // spans), 8)
         out = torch.empty(2, channels, dtype=torch.float64, device=rows.device)
         on_device(
-            fold_halves,
+            reduction_kernels.fold_halves,
             (-(-channels // columns), 2),
             rows=rows,
             out=out,
