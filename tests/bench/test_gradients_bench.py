@@ -29,6 +29,7 @@ def rows(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     return {row["policy"]: row for row in run(job).rows}
 
 
+@pytest.mark.thorough
 def test_replay_and_spill_equal_plain_bit_for_bit(rows: dict[str, dict[str, Any]]) -> None:
     for name in ("replay", "spill"):
         assert rows[name]["identical"]

@@ -127,7 +127,12 @@ def plain_losses(trained: nn.Module, steps: int = 3, device: str = "cpu") -> lis
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(
-    "options", [{}, {"bits": "exact"}, {"bits": "exact", "release_gradients": True}]
+    "options",
+    [
+        {},
+        pytest.param({"bits": "exact"}, marks=pytest.mark.thorough),
+        {"bits": "exact", "release_gradients": True},
+    ],
 )
 def test_graphs_are_those_of_plain_training_and_so_are_losses(
     how: str, options: dict[str, Any], backend: Counting

@@ -47,7 +47,7 @@ def is_interrupted(capture: Capture, policy: Policy, line: int) -> bool:
 @pytest.mark.parametrize(
     "policy",
     [
-        pytest.param(exact_policy(), id="exact"),
+        pytest.param(exact_policy(), id="exact", marks=pytest.mark.thorough),
         pytest.param(policy_for(2), id="two-bits"),
         pytest.param(with_fused_operators(exact_policy()), id="fused"),
     ],

@@ -221,6 +221,7 @@ def test_every_kind_of_task_trains(daf: Daf, workplace: Path) -> None:
     assert noise["metric_name"] == "test_mean_squared_error"
 
 
+@pytest.mark.thorough
 def test_cifar10_trains_with_its_augmentation_and_without(daf: Daf) -> None:
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (40, 32, 32, 3), np.uint8)
@@ -252,6 +253,7 @@ def refused(ran: Any, *words: str, code: int = 2) -> str:
     return str(ran.err)
 
 
+@pytest.mark.thorough
 def test_a_capped_pool_gives_up_bits_and_says_so(daf: Daf) -> None:
     asked = options("resnet20", bits=4, pool_bytes="2.5MB")
     summary = daf(*asked, "--json").json

@@ -26,6 +26,7 @@ LAST = {
     "is binary": "SyntaxError: source code string cannot contain null bytes",
 }
 HAS_FRAMES = ("raises", "fails in a model", "imports nothing")
+EVERY_CHANGE = ("raises", "is binary")
 
 
 def ran(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -37,7 +38,10 @@ def ran(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("kind", "budget"),
-    [(kind, ()) for kind in SCRIPTS]
+    [
+        pytest.param(kind, (), marks=[pytest.mark.thorough] * (kind not in EVERY_CHANGE))
+        for kind in SCRIPTS
+    ]
     + [
         pytest.param(
             *(kind, ("--budget", "8GB")),

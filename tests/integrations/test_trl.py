@@ -119,7 +119,7 @@ TRAININGS = [
         *(supervised, "num_tokens", 100_000_000), id="supervised", marks=pytest.mark.thorough
     ),
     pytest.param(preferred, "rewards/margins", 100_000_000, id="preferred"),
-    pytest.param(rewarded, "margin", 100_000_000, id="rewarded"),
+    pytest.param(rewarded, "margin", 100_000_000, id="rewarded", marks=pytest.mark.thorough),
 ]
 
 

@@ -88,6 +88,7 @@ def attentive_network() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (8, 32)), layers, nn.Flatten(), nn.Linear(256, 10))
 
 
+@pytest.mark.thorough
 def test_what_adds_a_thousandth_is_found_beside_what_adds_most() -> None:
     """Not what stands in its error, but a number: alone, or shared with neighbours alike."""
     torch.manual_seed(0)

@@ -196,7 +196,16 @@ def test_a_step_four_times_the_probe_peaks_as_predicted(
 
 
 @needs_limit
-@pytest.mark.parametrize("make", [plain_network, bounded_network, residual_network, transformer])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(
+            pytest.param(each, marks=pytest.mark.thorough)
+            for each in (plain_network, bounded_network)
+        ),
+        *(residual_network, transformer),
+    ],
+)
 def test_fused_and_chunked_steps_peak_as_predicted_too(
     make: Callable[[], tuple[nn.Module, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

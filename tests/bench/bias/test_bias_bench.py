@@ -34,6 +34,7 @@ def test_enough_networks_of_every_kind() -> None:
     assert len(outlier_networks()) == 6 * len(OUTLIERS)
 
 
+@pytest.mark.thorough
 def test_every_network_is_coded(tmp_path: Path) -> None:
     job = run.BiasJob(widths=(2,), seeds=2)
     result = run.run(job, tmp_path / "rows.jsonl")

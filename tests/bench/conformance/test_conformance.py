@@ -14,6 +14,7 @@ from daf_bench.conformance import run, trial, ways
 from daf_bench.conformance.case import Case, Work, built
 from daf_bench.conformance.pool import run_apart
 from daf_bench.conformance.trial import try_case
+from thoroughness import ALL
 from torch import Tensor, nn
 
 from daf.profiling import split_choice
@@ -25,10 +26,9 @@ QUICK = (
     "situations/info_nce",
     "situations/ignored_labels",
     "situations/class_weights",
-    "situations/python_random",
-    "situations/own_accumulated_gradient",
     "operators/tanh",
     "modules/nn.LayerNorm/gated",
+    *(("situations/python_random", "situations/own_accumulated_gradient") if ALL else ()),
 )
 
 

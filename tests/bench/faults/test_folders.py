@@ -14,7 +14,7 @@ from daf_bench.faults.on_disk.damage import drawn_damage
 
 
 @pytest.mark.parametrize(
-    ("part", "count"), [("damaged", 5), ("kills", 3), ("hostile", 25), ("full_disk", 3)]
+    ("part", "count"), [("damaged", 4), ("kills", 2), ("hostile", 20), ("full_disk", 2)]
 )
 def test_a_few_of_each_part_go_right(part: str, count: int) -> None:
     """In a process of its own, which has no threads and may be forked."""

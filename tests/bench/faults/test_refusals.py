@@ -43,12 +43,12 @@ def test_every_eighth_refusal_and_some_falls_are_exceptions() -> None:
         refused = run_refusals(5, ["conv2d", "lstm", "daf session"], quick=True)
         faults.QUICK_FAMILIES = ("fft",)
         rows = faults.run(faults.FaultsJob(("refusals",), quick=True)).rows
-        found = refused, run_falls(75, seed=3), rows
+        found = refused, run_falls(40, seed=3), rows
         """
     )
     assert refused.pop("refusals_tried") >= 20
     assert refused == {"refusal_families": 3, **NOTHING_WRONG}
-    assert fallen == {"falls_tried": 75, **NOTHING_WRONG}
+    assert fallen == {"falls_tried": 40, **NOTHING_WRONG}
     assert {row["piece"] for row in rows} == {"fft"}
     assert figures_of(rows)["refusals_tried"] == sum(row["refusals_tried"] for row in rows)
 

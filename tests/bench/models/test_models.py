@@ -94,6 +94,7 @@ def test_option_a_shortcut_takes_every_other_pixel_and_adds_zero_channels() -> N
 
 
 @pytest.mark.shared_data
+@pytest.mark.thorough
 def test_resnet20_reaches_its_published_accuracy_with_its_published_weights(
     shared_data: Path,
 ) -> None:

@@ -124,7 +124,7 @@ def compared(
     return found
 
 
-@pytest.mark.parametrize("is_tight", [True, False])
+@pytest.mark.parametrize("is_tight", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_trains_as_plain_within_the_budget(*, is_tight: bool) -> None:
     found = compared(Blocks(), is_tight=is_tight)
     assert found.plan is not None
