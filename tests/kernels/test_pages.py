@@ -11,6 +11,7 @@ import pytest
 from daf_bench.pool.plane_addresses import Pages
 from native_calls import affine_of
 from reference import codecs as reference
+from thoroughness import pairs
 
 from daf.core.code_format import ElementType, Predicate, block_count, words_per_plane
 from daf.core.errors import KernelError
@@ -95,8 +96,7 @@ def room(page_bytes: int, count: int, bits: int, *, headers: bool = True) -> Pla
 # --- with nothing given up --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_bytes", PAGE_SIZES)
-@pytest.mark.parametrize("element_type", tuple(ElementType))
+@pytest.mark.parametrize(("page_bytes", "element_type"), pairs(PAGE_SIZES, tuple(ElementType)))
 def test_rotated_pages_hold_the_oracle_s_bytes(cases, page_bytes, element_type) -> None:
     for count in COUNTS:
         source = cases.as_type(cases.broken(count, count), element_type)
@@ -114,8 +114,7 @@ def test_rotated_pages_hold_the_oracle_s_bytes(cases, page_bytes, element_type) 
         same_bytes(opened(back, source.dtype), decoded)
 
 
-@pytest.mark.parametrize("page_bytes", PAGE_SIZES)
-@pytest.mark.parametrize("bits", [1, 3, 8])
+@pytest.mark.parametrize(("page_bytes", "bits"), pairs(PAGE_SIZES, [1, 3, 8]))
 def test_minmax_pages_hold_the_oracle_s_bytes(cases, page_bytes, bits) -> None:
     for count in COUNTS:
         source = cases.mixed(count, count)
@@ -130,8 +129,7 @@ def test_minmax_pages_hold_the_oracle_s_bytes(cases, page_bytes, bits) -> None:
         same_bytes(opened(back, np.float32), decoded)
 
 
-@pytest.mark.parametrize("page_bytes", PAGE_SIZES)
-@pytest.mark.parametrize("bits", [1, 3, 8])
+@pytest.mark.parametrize(("page_bytes", "bits"), pairs(PAGE_SIZES, [1, 3, 8]))
 def test_pages_of_steps_hold_the_oracle_s_bytes(cases, page_bytes, bits) -> None:
     affine = reference.Affine(cases.gaussian(3, 5), cases.gaussian(3, 6), 7)
     for count in COUNTS:
@@ -239,8 +237,7 @@ def decoded_by_oracle(
     return out
 
 
-@pytest.mark.parametrize("page_bytes", PAGE_SIZES)
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(("page_bytes", "bits"), pairs(PAGE_SIZES, [2, 3, 4]))
 def test_runs_of_any_width_decode_as_the_oracle_does(cases, page_bytes, bits) -> None:
     widths = set()
     for step, evicted in enumerate((0.0, 0.13, 0.5, 0.77, 1.0)):
