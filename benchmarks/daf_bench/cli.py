@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from daf.planning.planner import policy_names
 from daf.training.job import checked_device
 from daf_bench import exact_gradients as gradients_bench
 from daf_bench import gpu as gpu_bench
@@ -239,8 +238,12 @@ def sweep_command(
     only: OnlyOption = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps at every point.")] = None,
     policies: Annotated[
-        bool, typer.Option("--policies", help="Compare all policies on W1 and W3.")
+        bool,
+        typer.Option("--policies", help="SAGE's eight strategies on its four models: some hours."),
     ] = False,
+    percents: Annotated[
+        str | None, typer.Option(help="Budgets, as 50,25: % of plain's peak above the floor.")
+    ] = None,
     tolerance: Annotated[
         float | None, typer.Option(min=0, help="The sessions' noise tolerance.")
     ] = None,
@@ -252,20 +255,28 @@ def sweep_command(
 ) -> None:
     """Train every workload at several budgets: peaks, predictions, refusals and times."""
     job = sweep_bench.quick_job() if quick else sweep_bench.SweepJob()
+    if policies:
+        job = sweep_bench.strategies_job()
+        job = replace(job, percents=job.percents[:2], steps=3) if quick else job
     if only is not None:
-        job = replace(job, workloads=named_workloads(only))
-    job = replace(
-        job,
-        steps=steps or job.steps,
-        tolerance=tolerance,
-        policies=policy_names() if policies else job.policies,
-    )
+        names = named_workloads(only)
+        job = replace(job, workloads=names, timed=names if policies else job.timed)
+    if percents is not None:
+        job = replace(job, percents=_percents(percents))
+    job = replace(job, steps=steps or job.steps, tolerance=tolerance)
     with counted_progress() as report:
         result = sweep_bench.run(job, rows_beside(out), report)
     keep(result, out)
     if picture is not None:
         draw_sweep(result.rows, picture)
     show(result, as_json=as_json)
+
+
+def _percents(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--percents: asked for {text!r}; give such as 50,25") from None
 
 
 @app.command("packing")

@@ -44,6 +44,38 @@ def policy_lines(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def strategy_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Each strategy's peak and step at each budget, and what of it accumulates or recomputes."""
+    return [
+        "| workload | strategy | budget, % | peak above the floor, MB | step ÷ plain's "
+        "| examples at once | tensors computed again |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {row['workload']} | {_strategy(row)} | {row.get('percent') or ''} "
+            f"| {' | '.join(_strategy_cells(row))} |"
+            for row in rows
+            if row["part"] in ("static", "budget")
+        ),
+    ]
+
+
+def _strategy(row: dict[str, Any]) -> str:
+    if row["part"] == "budget":
+        least = "" if row["percent"] is not None else f", {row['asked']}"
+        return POLICIES[row["policy"]] + least
+    return row["strategy"].replace("checkpoint", "SGC,").replace("accumulate", "SGA, parts:")
+
+
+def _strategy_cells(row: dict[str, Any]) -> list[str]:
+    if row["outcome"] != "trained":
+        return [row["outcome"], "", "", ""]
+    above = f"{(row['peak_bytes'] - row['floor_bytes']) / 1e6:.0f}"
+    methods, plan = row.get("methods") or {}, row.get("plan") or {}
+    again = sum(methods.get(name, 0) for name in ("recompute", "replay", "rederive"))
+    of_plan = [str(plan.get("micro_batch", "")), str(again) if row["part"] == "budget" else ""]
+    return [above, f"{row['step_ratio']:.3f}", *of_plan]
+
+
 def step_cell(row: dict[str, Any] | None) -> str:
     """A point's step ÷ plain's, or how it ended."""
     if row is None:

@@ -28,7 +28,7 @@ from gpu_tables import gpu_figures, gpu_kernel_figures, gpu_reduce_figures
 from host_tables import hosts_figures
 from operator_tables import operator_speed_figures, operators_figures
 from paper_tables import experiments_table, published_figures
-from papers import packing_figures, policy_lines, reduce_figures, varying_figures
+from papers import packing_figures, policy_lines, reduce_figures, strategy_lines, varying_figures
 from side_by_side import peers_figures
 from value_tables import start_figures, values_figures
 from words import MB, ROOT, measured_by, picture
@@ -292,15 +292,21 @@ def point_cells(row: dict[str, Any]) -> str:
 
 
 def policies_figures(result: dict[str, Any]) -> str:
-    """Step times of every policy at the same budgets, in Markdown, and their picture."""
+    """SAGE's strategies at the same budgets, in Markdown, and their picture."""
+    figures = {name: value for name, value in result["figures"].items() if "sage" in name}
     return "\n".join(
         [
             measured_by(result, "sweep --policies"),
             "",
-            *picture("policies", "Throughput against memory, every policy"),
+            *picture("policies", "Throughput against memory, every strategy"),
+            "| | |",
+            "|---|---|",
+            *(f"| {name.replace('_', ' ')} | {value:.4g} |" for name, value in figures.items()),
+            "",
             *policy_lines(result["rows"]),
+            *strategy_lines(result["rows"]),
         ]
-    ).rstrip()
+    )
 
 
 def survival_figures(result: dict[str, Any]) -> str:

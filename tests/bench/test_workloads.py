@@ -120,6 +120,15 @@ def test_checkpointing_by_hand_runs_blocks_twice_and_changes_nothing() -> None:
     assert all(map(torch.equal, gradients(plain), gradients(ours)))
 
 
+def test_a_block_s_list_that_grows_after_the_call_is_computed_from_as_it_was() -> None:
+    """DenseNet's layers read a list, to which their own result is appended."""
+    plain, ours = small("w2b"), small("w2b")
+    checkpoint_blocks(ours.model, ours.blocks, 1.0)
+    for each in (plain, ours):
+        plain_step(each.model, each.optimizer, each.batch(0), each.task.loss)
+    assert all(map(torch.equal, gradients(plain), gradients(ours)))
+
+
 def test_accumulation_by_hand_weighs_an_unequal_last_piece() -> None:
     class Line:
         train_examples = 5

@@ -39,7 +39,8 @@ class Way:
     ``peer`` and its ``amount`` name the way without DAF (``peers.make_peer``).
     ``gradient_file`` receives the first step's gradient, float32, parameter after parameter.
     ``keeps_first_state``: for ``settled_gradient``, which goes back to the first weights.
-    ``batch_size`` None is the workload's own.
+    ``batch_size`` None is the workload's own. ``cuts_statistics`` lets micro-batches have batch
+    statistics of their own, which computes something else.
     """
 
     workload: str
@@ -51,6 +52,7 @@ class Way:
     fused: bool = False
     policy: str | None = None
     tolerance: float | None = None
+    cuts_statistics: bool = False
     peer: str = "plain"
     amount: float = 0.0
     return_freed_blocks: bool = False
@@ -142,6 +144,7 @@ class Work:
             fused=way.fused,
             seed=way.seed,
             baseline_bytes=self.floor_bytes,
+            allow_batchnorm_split=way.cuts_statistics,
             **session_options(way.policy, way.tolerance),
         )
 

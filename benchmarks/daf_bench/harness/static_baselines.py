@@ -22,7 +22,13 @@ def checkpoint_blocks(model: nn.Module, blocks: tuple[str, ...], share: float) -
     """
     for path in blocks[: round(share * len(blocks))]:
         block = model.get_submodule(path)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(_checkpointed, block.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Compute again from lists as they are now: DenseNet's grow after the call."""
+    as_now = (tuple(each) if isinstance(each, list) else each for each in inputs)
+    return checkpoint(forward, *as_now, use_reentrant=False, **options)
 
 
 def accumulating_step(

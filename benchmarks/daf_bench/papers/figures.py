@@ -12,6 +12,7 @@ from daf_bench.papers.in_turn import OURS, PLAIN, PUBLISHED
 
 Rows = Sequence[dict[str, Any]]
 TABLE, TRAINING, NOISE, EVICTION, REDUCE = "table", "training", "equal noise", "eviction", "reduce"
+STRATEGIES = "strategies"
 
 
 def figures_of(rows: Rows) -> dict[str, float]:
@@ -40,6 +41,8 @@ def figures_of(rows: Rows) -> dict[str, float]:
         if row["part"] == REDUCE:
             figures["reduce_worst_vs_best"] = row["worst_vs_best"]
             figures["reduce_look_up_us_worst"] = row["look_up_us_worst"]
+        if row["part"] == STRATEGIES:
+            figures |= {name: row[name] for name in row if name.startswith("sage_")}
     return figures | _medians(training)
 
 

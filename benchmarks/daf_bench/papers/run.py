@@ -2,13 +2,14 @@
 
 On each workload plain PyTorch gives floor and peak. Then ``policy="daf"`` and DAF's own plan get
 one budget between the two, each in a process of its own, and all three are stepped in turn.
+SAGE's strategies are those of ``daf bench sweep --policies``, with the rows that lie beside.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,16 @@ from daf_bench.kernels import reductions
 from daf_bench.kernels.reductions import ReduceJob
 from daf_bench.kernels.reductions import quick_job as quick_reduce
 from daf_bench.papers import equal_noise, eviction
-from daf_bench.papers.figures import REDUCE, TABLE, TRAINING, figures_of
+from daf_bench.papers.figures import REDUCE, STRATEGIES, TABLE, TRAINING, figures_of
 from daf_bench.papers.in_turn import measured_in_turn
 from daf_bench.papers.table import ROWS
+from daf_bench.sweep import run as sweep
+from daf_bench.sweep import strategies
 from daf_bench.workloads import WORKLOADS
 from daf_bench.workloads.sources import Sources, default_sources
 
 Report = Callable[[str, int, int], None]
+PERCENTS = (50, 25)  # of plain's peak above the floor, for SAGE's strategies
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,10 @@ def run(
         if name in job.workloads
     ]
     reduced = log.row("reduce", partial(_reduced, job))
+    beside = rows_file and rows_file.with_name("policies.jsonl")
+    compared = _strategies(job, beside, on_progress)
     table = [{"part": TABLE, **asdict(row)} for row in ROWS]
-    rows = [*table, *training, *noise, *evicted, reduced]
+    rows = [*table, *training, *noise, *evicted, reduced, *compared]
     return BenchResult("papers", rows, figures_of(rows), _notes(job, training))
 
 
@@ -94,6 +100,23 @@ def _reduced(job: PapersJob) -> Row:
     """The figures of ``daf bench reduce``; fewer, smaller tensors in a run of few steps."""
     is_quick = job.steps < PapersJob().steps
     return {"part": REDUCE, **reductions.run(quick_reduce() if is_quick else ReduceJob()).figures}
+
+
+def _strategies(job: PapersJob, rows_file: Path | None, on_progress: Report) -> list[Row]:
+    """The figures of ``daf bench sweep --policies``, of SAGE's models among the workloads."""
+    models = tuple(name for name in strategies.MODELS if name in job.workloads)
+    if not models:
+        return []
+    asked = replace(
+        sweep.strategies_job(),
+        workloads=models,
+        timed=models,
+        percents=PERCENTS,
+        steps=job.steps,
+        is_small=job.is_small,
+        sources=job.sources,
+    )
+    return [{"part": STRATEGIES, **sweep.run(asked, rows_file, on_progress).figures}]
 
 
 def _measured(job: PapersJob) -> dict[str, Any]:
@@ -125,6 +148,7 @@ def _notes(job: PapersJob, training: list[Row]) -> tuple[str, ...]:
         "our plan may cut the batch, and uses what the budget allows",
         "gradient_error: relative, of the first batch at the first weights by the plan of the end; "
         "a batch that is cut draws other dropout, which counts as error",
+        *strategies.NOTES,
         f"load average of the machine when a workload began: at most {load:.1f} on "
         f"{os.cpu_count()} cores; steps were taken in turn, so that other work falls on all alike",
     )

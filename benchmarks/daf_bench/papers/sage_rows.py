@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from daf_bench.papers.row import SAGE, Ours, PaperRow
 
-_POLICIES = "daf bench sweep --only W1 --policies --picture FILE.png --json"
+_POLICIES = "daf bench sweep --policies --out FILE.json --picture FILE.png --json"
 _OPERATORS = "daf bench operators --images cifar10:FILE.npz --text text:FILE --json"
 
 
@@ -100,7 +100,8 @@ STRATEGIES = (
         "src/daf/planning/policies.py",
         _trained_by("accumulate"),
         "micro-batches by the budget",
-        "refused where batch normalisation would see other statistics; SGA cuts there by hand",
+        "refused where batch normalisation would see other statistics, unless that is allowed "
+        "(allow_batchnorm_split), as in the comparison of strategies",
     ),
     PaperRow(
         SAGE,
@@ -114,36 +115,41 @@ STRATEGIES = (
         SAGE,
         "hybrid of both",
         "src/daf/planning/policies.py",
-        _trained_by("sage"),
+        _POLICIES,
         "accumulation until the processor is under-used, then recomputation",
-        "the same order, on profiles of a few small steps",
+        "the same order, on profiles of a few small steps; batch statistics are cut as in SAGE",
+        (
+            Ours("policies", "sage_models", "models with all eight strategies"),
+            Ours("policies", "sage_vs_best_static_worst", "step ÷ the better of SGC and SGA"),
+            Ours("policies", "sage_fits_where_static_fits", "share of budgets of SGC or SGA kept"),
+        ),
     ),
     PaperRow(
         SAGE,
         "the knee, where accumulation turns into recomputation",
-        "src/daf/planning/policies.py",
-        "pytest tests/planning/test_planning.py",
+        "benchmarks/daf_bench/sweep/plot.py",
+        _POLICIES,
         "the point of under-utilisation is measured",
-        "the smallest micro-batch within 5 % of the best examples a second; its picture is not "
-        "drawn",
+        "the smallest micro-batch within 5 % of the best examples a second; the picture says "
+        "beside SAGE's points how many examples it takes at once and what it computes again",
     ),
     PaperRow(
         SAGE,
         "baseline: static checkpointing (SGC)",
         "benchmarks/daf_bench/harness/peer_methods.py",
-        "daf bench peers --only W1 --json",
+        _POLICIES,
         "less throughput within a budget than the hybrid",
-        "by hand around blocks; policy checkpoint-static takes a level of the model's tree; "
-        "numbers in docs/peers.md",
+        "by hand around blocks, half of them and all; policy checkpoint-static takes a level of "
+        "the model's tree; numbers in docs/sweep.md",
     ),
     PaperRow(
         SAGE,
         "baseline: static accumulation (SGA)",
         "benchmarks/daf_bench/harness/peer_methods.py",
-        "daf bench peers --only W4 --json",
+        _POLICIES,
         "less throughput within a budget than the hybrid",
-        "by hand; with batch normalisation it computes something else, so it is only shown; "
-        "numbers in docs/peers.md",
+        "by hand in 2, 4 and 8 parts; with batch normalisation it computes something else, as "
+        "SAGE's does; numbers in docs/sweep.md",
     ),
     PaperRow(
         SAGE,
@@ -151,8 +157,8 @@ STRATEGIES = (
         "benchmarks/daf_bench/sweep/plot.py",
         _POLICIES,
         "the hybrid keeps more throughput than SGC, SGA, DGC and DGA",
-        "all policies on ResNet-18 only; our own plan on all workloads; SAGE's four models are to "
-        "come",
+        "SAGE's four models at half and at a quarter of plain's peak; our own plan on all "
+        "workloads by daf bench sweep",
         (
             Ours("sweep", "step_ratio_w1_50", "our step ÷ plain's at half, ResNet-18"),
             Ours("sweep", "step_ratio_w3_50", "BERT-small"),

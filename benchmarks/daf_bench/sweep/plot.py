@@ -23,7 +23,7 @@ _COLOURS: Mapping[str, str] = {
 # SAGE's names (Gim and Ko, MobiSys 2022): static or dynamic, checkpointing or accumulation.
 _NAMES: Mapping[str, str] = {
     OWN_POLICY: "DAF",
-    "sage": "SAGE: DGA, then DGC",
+    "sage": "SAGE: DGA, then DGC (examples at once + tensors computed again)",
     "checkpoint": "DGC: recomputation alone",
     "checkpoint-static": "one level of the tree computed again",
     "daf": "DAF as published",
@@ -32,6 +32,7 @@ _NAMES: Mapping[str, str] = {
     "reduce": "five operators' results computed again",
     "quantize": "codes alone",
 }
+_COMPUTED_AGAIN = ("recompute", "replay", "rederive")  # methods
 _BY_HAND = {"checkpoint": ("^", "SGC, by hand"), "accumulate": ("s", "SGA, by hand")}
 _MB = 1e6
 
@@ -59,13 +60,20 @@ def curve(rows: Rows, workload: str, policy: str) -> list[tuple[float, float]]:
     """(budget above the floor in MB, throughput ÷ plain's) of what was trained, least first."""
     found = [
         ((row["budget_bytes"] - row["floor_bytes"]) / _MB, 1 / _ratio(row))
+        for row in _trained(rows, workload, policy)
+    ]
+    return sorted(found)
+
+
+def _trained(rows: Rows, workload: str, policy: str) -> list[dict[str, Any]]:
+    return [
+        row
         for row in rows
         if row["part"] == "budget"
         and (row["workload"], row["policy"]) == (workload, policy)
         and row["outcome"] == "trained"
         and row["asked"] != "10 % less"
     ]
-    return sorted(found)
 
 
 def _ratio(row: Mapping[str, Any]) -> float:
@@ -79,6 +87,7 @@ def _draw_panel(panel: Any, rows: Rows, workload: str) -> None:
         if points:
             label = _NAMES[policy]
             panel.plot(*zip(*points, strict=True), color=colour, marker="o", ms=4, label=label)
+    _mark_turning_point(panel, rows, workload)
     _draw_by_hand(panel, rows, workload)
     plain = next(r for r in rows if r["part"] == "plain" and r["workload"] == workload)
     above = (plain["peak_bytes"] - plain["floor_bytes"]) / _MB
@@ -93,6 +102,17 @@ def _draw_panel(panel: Any, rows: Rows, workload: str) -> None:
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)
     panel.legend(loc="lower left", frameon=False, fontsize=7, labelcolor=_INK)
+
+
+def _mark_turning_point(panel: Any, rows: Rows, workload: str) -> None:
+    """Say beside SAGE's points how many examples it takes at once, and what it computes again."""
+    sage = [row for row in _trained(rows, workload, "sage") if row.get("plan")]
+    for row in sage:
+        again = sum((row.get("methods") or {}).get(name, 0) for name in _COMPUTED_AGAIN)
+        words = f"{row['plan']['micro_batch']}" + (f" + {again}" if again else "")
+        at = ((row["budget_bytes"] - row["floor_bytes"]) / _MB, 1 / _ratio(row))
+        offset = {"textcoords": "offset points", "xytext": (0, 5), "ha": "center"}
+        panel.annotate(words, at, color=_COLOURS["sage"], fontsize=6, **offset)
 
 
 def _draw_by_hand(panel: Any, rows: Rows, workload: str) -> None:

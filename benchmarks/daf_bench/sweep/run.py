@@ -4,7 +4,8 @@ Plain gives floor and peak; a budget of p % is the floor and p % of plain's peak
 budget a session writes down its prediction, trains a few steps, and its peak is measured. What is
 refused is tried at the least budget that the refusal names, and with 10 % less above the floor.
 On the timed workloads plain trains in turn with every contestant, and the strategies that a user
-would write by hand are measured beside DAF's.
+would write by hand are measured beside DAF's. ``--policies`` is SAGE's comparison
+(``strategies``).
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from daf.planning.planner import policy_names
 from daf_bench.harness.method_runner import Contender, Way
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.row_log import Row, RowLog
-from daf_bench.sweep.figures import figures_of
+from daf_bench.sweep import strategies
+from daf_bench.sweep.figures import BATCH_STATISTICS, OWN_POLICY, figures_of
 from daf_bench.sweep.point import By, measure_plain, measure_point, median_ms
 from daf_bench.workloads import WORKLOADS
 from daf_bench.workloads.sources import Sources, default_sources
@@ -35,7 +36,8 @@ class SweepJob:
     """What is run; the defaults are the full benchmark without the other policies.
 
     ``policies`` are compared on the timed workloads; None is the session's own choice, and
-    the only one on the others.
+    the only one on the others. ``by_hand`` are pairs of the share of blocks that are computed
+    again and the number of pieces; of these one is used.
     """
 
     workloads: tuple[str, ...] = tuple(WORKLOADS)
@@ -56,6 +58,17 @@ def quick_job() -> SweepJob:
     )
 
 
+def strategies_job() -> SweepJob:
+    """SAGE's eight strategies on its four models: some hours."""
+    return SweepJob(
+        workloads=strategies.MODELS,
+        timed=strategies.MODELS,
+        percents=strategies.PERCENTS,
+        policies=strategies.POLICIES,
+        by_hand=strategies.BY_HAND,
+    )
+
+
 def run(
     job: SweepJob, rows_file: Path | None = None, on_progress: Report = lambda *_: None
 ) -> BenchResult:
@@ -68,12 +81,18 @@ def run(
             on_progress(f"{name}: {what}", len(log.rows), max(expected, len(log.rows)))
 
         _WorkloadSweep(job, name, log, report).carry_out()
-    return BenchResult("sweep", log.rows, figures_of(log.rows), _notes(job))
+    figures = figures_of(log.rows) | strategies.figures_of(log.rows)
+    return BenchResult("sweep", log.rows, figures, _notes(job))
 
 
 def measured_by(job: SweepJob) -> dict[str, Any]:
-    """What rows depend on: of the sources their content, not their folder."""
-    return {**asdict(replace(job, sources=Sources())), "sources": job.sources.described()}
+    """What rows depend on: not which others there are, and of the sources their content."""
+    return {
+        "steps": job.steps,
+        "tolerance": job.tolerance,
+        "is_small": job.is_small,
+        "sources": job.sources.described(),
+    }
 
 
 def _expected_rows(job: SweepJob, name: str) -> int:
@@ -93,6 +112,7 @@ def _notes(job: SweepJob) -> tuple[str, ...]:
         "step ratios: the median over pairs of steps in turn with plain, the first two left out",
         "slower_than_static counts, of strategies by hand with no higher peak that compute "
         "the same; accumulation changes what batch normalisation computes, so it is shown only",
+        *strategies.NOTES,
     )
 
 
@@ -124,7 +144,8 @@ class _WorkloadSweep:
     def _row(self, name: str, make: Callable[[], Row]) -> Row:
         self._on_progress(name)
         named = {"workload": self._name, "point": name}
-        return self._log.row(f"{self._name}: {name}", lambda: {**named, **make()})
+        key = f"{self._name}: {name}" + (", in turn" if self._is_timed else "")
+        return self._log.row(key, lambda: {**named, **make()})
 
     def _measure_plain(self) -> Row:
         return {"part": "plain", **measure_plain(self._running_plain(), self._job.steps)}
@@ -150,7 +171,8 @@ class _WorkloadSweep:
     def _budgets(self, policy: str | None) -> None:
         for percent in self._job.percents:
             row = self._budget(policy, f"{percent} %", self._budget_of(percent), percent)
-            if row["outcome"] == "refused" and row["least_bytes"] is not None:
+            is_ours = policy in (None, OWN_POLICY)
+            if is_ours and row["outcome"] == "refused" and row["least_bytes"] is not None:
                 self._least(policy, row)
 
     def _least(self, policy: str | None, refused: Row) -> None:
@@ -165,9 +187,17 @@ class _WorkloadSweep:
         return int(floor + percent * (peak - floor) / 100)
 
     def _budget(self, policy: str | None, name: str, budget: int, percent: int | None) -> Row:
-        way = replace(self._way, budget_bytes=budget, policy=policy, tolerance=self._job.tolerance)
-        label = policy or policy_names()[0]
+        cuts = self._name in BATCH_STATISTICS and policy in strategies.CUT_STATISTICS
+        way = replace(
+            self._way,
+            budget_bytes=budget,
+            policy=policy,
+            tolerance=self._job.tolerance,
+            cuts_statistics=cuts,
+        )
+        label = policy or OWN_POLICY
         asked = {"policy": label, "percent": percent, "asked": name, "budget_bytes": budget}
+        asked |= {"cuts_statistics": cuts}
         return self._row(
             f"{label}, {name}",
             lambda: {"part": "budget", **asked, **self._measure(way, is_timed=self._is_timed)},

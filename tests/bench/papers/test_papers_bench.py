@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from daf_bench.harness.method_runner import Way
+from daf_bench.harness.result import BenchResult
 from daf_bench.harness.subprocess_channel import ContestantError
 from daf_bench.papers import equal_noise, eviction, in_turn
 from daf_bench.papers.equal_noise import Coded, bytes_at
 from daf_bench.papers.figures import figures_of
 from daf_bench.papers.run import PapersJob, run
+from daf_bench.sweep import run as sweep
 from daf_bench.workloads.sources import Sources
 
 MB = 10**6
@@ -105,6 +107,14 @@ def test_a_workload_is_measured_at_every_width_and_noise_falls_with_it() -> None
     assert 1 <= len(equal_noise.ratios(row)) <= len(equal_noise.WIDTHS)
 
 
+def strategies_of(job: sweep.SweepJob, file: Path | None, _: Any) -> BenchResult:
+    """What the sweep of SAGE's strategies returns, beside what it counts of our own plan."""
+    assert (job.timed, job.percents) == (job.workloads, (50, 25))
+    assert file is None or file.name == "policies.jsonl"
+    figures = {"sage_models": len(job.workloads), "sage_vs_best_static_worst": 1.04, "points": 9}
+    return BenchResult("sweep", [], figures)
+
+
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[MadeUp]]:
     def install(refuses: str = "") -> list[MadeUp]:
@@ -118,6 +128,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[MadeUp]]:
         monkeypatch.setattr(in_turn, "Contender", start)
         monkeypatch.setattr(equal_noise, "measured", lambda name, *_, **__: noise_row(name))
         monkeypatch.setattr(eviction, "measured", lambda name, *_, **__: eviction_row(name))
+        monkeypatch.setattr(sweep, "run", strategies_of)
         return started
 
     return install
@@ -179,6 +190,9 @@ def test_medians_are_over_workloads_and_what_passes_a_budget_is_counted(made_up)
     assert result.figures["ours_vs_daf_published_step"] == OURS_MS / PUBLISHED_MS
     assert result.figures["eviction_importance_gain"] == pytest.approx(2.5)
     assert result.figures["eviction_inverted_over_measured"] == pytest.approx(5.0)
+    assert result.figures["sage_models"] == 1
+    assert result.figures["sage_vs_best_static_worst"] == 1.04
+    assert "points" not in result.figures
     assert result.figures["daf_published_runs"] == result.figures["compared"] == 2
     over = [{**row, "peak_bytes": 301 * MB} if "peak_bytes" in row else row for row in result.rows]
     figures = figures_of(over)
