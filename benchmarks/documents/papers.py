@@ -53,7 +53,7 @@ def strategy_lines(rows: list[dict[str, Any]]) -> list[str]:
         *(
             f"| {row['workload']} | {_strategy(row)} | {row.get('percent') or ''} "
             f"| {' | '.join(_strategy_cells(row))} |"
-            for row in rows
+            for row in sorted(rows, key=lambda row: str(row["workload"]))
             if row["part"] in ("static", "budget")
         ),
     ]
