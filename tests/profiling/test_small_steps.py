@@ -55,6 +55,18 @@ def test_sizes_on_a_line_between_others_are_not_timed(
     assert dict(found) == pytest.approx({each: took_ms(each) for each in sizes})
 
 
+@pytest.mark.parametrize(("off", "measured"), [(0.04, [16, 1, 4]), (0.06, [16, 1, 4, 8, 2])])
+def test_a_time_is_on_the_line_within_a_twentieth(off: float, measured: list[int]) -> None:
+    timed: list[int] = []
+
+    def measure(examples: int) -> float:
+        timed.append(examples)
+        return affine(examples) * (1.0 + off * (examples == 4))
+
+    times_by_size((1, 2, 4, 8, 16), measure)
+    assert sorted(timed) == sorted(measured)
+
+
 @pytest.mark.parametrize("most", [0, 1, 3, 8, 99])
 def test_sizes_that_are_refused_memory_are_left_out(most: int) -> None:
     found = times_by_size((1, 4, 8, 16), lambda n: affine(n) if n <= most else None)

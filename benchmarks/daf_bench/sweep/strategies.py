@@ -83,8 +83,8 @@ def _static_within(rows: Rows, asked: dict[str, Any]) -> Iterator[dict[str, Any]
 
 
 def _near_end(sage: dict[str, Any], static: Rows) -> float:
-    best = min(static, key=lambda row: float(row["step_ratio"]))
-    return near_end_of_ratio(log_ratios(sage), log_ratios(best))
+    best = min(map(log_ratios, static), key=statistics.fmean)
+    return near_end_of_ratio(log_ratios(sage), best)
 
 
 def log_ratios(row: dict[str, Any]) -> list[float]:
