@@ -67,6 +67,17 @@ def test_a_time_is_on_the_line_within_a_twentieth(off: float, measured: list[int
     assert sorted(timed) == sorted(measured)
 
 
+def test_a_short_time_is_on_the_line_within_what_it_differs_from_run_to_run() -> None:
+    timed: list[int] = []
+
+    def measure(examples: int) -> float:
+        timed.append(examples)
+        return 0.1 * affine(examples) + 0.2 * (examples == 4)  # a seventh more than on the line
+
+    times_by_size((1, 2, 4, 8, 16), measure)
+    assert sorted(timed) == [1, 4, 16]
+
+
 @pytest.mark.parametrize("most", [0, 1, 3, 8, 99])
 def test_sizes_that_are_refused_memory_are_left_out(most: int) -> None:
     found = times_by_size((1, 4, 8, 16), lambda n: affine(n) if n <= most else None)

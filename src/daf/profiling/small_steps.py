@@ -16,7 +16,8 @@ from daf.step.microbatch import read_loss
 
 TOGETHER_MS, MOST_RUNS = 20.0, 8  # a step is timed twice; a very short one more often, until two
 AGREE = 0.03  # of its times differ by no more than this share
-LINEAR = 0.05  # a time so near the line between a smaller and a larger step's is on it
+# A time so near the line between a smaller and a larger step's is on it: as a share, or where steps
+LINEAR, LINEAR_MS = 0.05, 0.25  # are short and differ by as much from run to run.
 LONG_MS = 200.0  # one that takes so long once: it bears a disturbance, and the user waits
 # Maps a number of examples to the process's peak (bytes) in their step.
 Expectation = Callable[[int], float]
@@ -106,7 +107,8 @@ def _on_lines(
     """Return the times of sizes between two whose times are known, and theirs."""
     middle, line_ms = len(sizes) // 2, np.interp(sizes, [sizes[0], sizes[-1]], ends_ms)
     middle_ms = measure(sizes[middle]) if len(sizes) > 2 else None
-    if middle_ms is None or abs(middle_ms - line_ms[middle]) <= LINEAR * middle_ms:
+    near_ms = max(LINEAR_MS, LINEAR * (middle_ms or 0.0))
+    if middle_ms is None or abs(middle_ms - line_ms[middle]) <= near_ms:
         return [*zip(sizes, map(float, line_ms), strict=True)]
     below = _on_lines(sizes[: middle + 1], (ends_ms[0], middle_ms), measure)
     return below + _on_lines(sizes[middle:], (middle_ms, ends_ms[1]), measure)[1:]
