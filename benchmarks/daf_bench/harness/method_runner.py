@@ -184,7 +184,9 @@ class Work:
         if self._way.door is not None:
             return self._through_door(batch)
         if self._session is not None:
-            report = self._session.step(batch, self._loss)
+            report = self._session.step(batch, self._work.task.loss)
+            if self._index == 0:  # later plans are made by what this step held
+                self._predicted_bytes = self._session.predicted_peak_bytes
             return {**_reported(report), "is_settled": self._session.is_settled}
         self._peer = self._peer or self._make_peer()
         process_memory.reset_peak()  # a session does so itself, and remembers
@@ -216,12 +218,6 @@ class Work:
             self._trained(batch)
         write_gradient(model, path)
         return {"saved_bytes_peak": counted.peak_bytes}
-
-    def _loss(self, model: nn.Module, batch: Any) -> Any:
-        """The task's loss; the prediction is written down before the first full-size step runs."""
-        if self._predicted_bytes is None and self._session is not None:
-            self._predicted_bytes = self._session.predicted_peak_bytes
-        return self._work.task.loss(model, batch)
 
     def _facts(self) -> dict[str, Any]:
         session, examples = self._session, self._examples
