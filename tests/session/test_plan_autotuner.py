@@ -177,7 +177,7 @@ def fused(measured: Profile) -> Profile:
 def with_slow_replays(measured: Profile) -> Profile:
     """Codes are faster, but not by much."""
     calls = tuple(
-        replace(call, forward_ms=Affine(4.0, 20 * call.forward_ms.per_example))
+        replace(call, forward_ms=Affine(4.0, 25 * call.forward_ms.per_example))
         for call in measured.calls
     )
     return replace(measured, calls=calls)

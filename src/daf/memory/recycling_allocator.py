@@ -55,11 +55,6 @@ class RecyclingAllocator:
         owners.leave(self._claim)
 
     @property
-    def active(self) -> bool:
-        """True while it is entered."""
-        return self._claim in owners
-
-    @property
     def cap_bytes(self) -> int | None:
         """The most that freed blocks may hold; takes effect at once."""
         return self._claim.cap_bytes

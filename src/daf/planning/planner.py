@@ -20,7 +20,7 @@ from daf.planning.highs import LinearProgram
 from daf.planning.mip import RELATIVE_GAP
 from daf.planning.options import EVERYTHING, Allowed
 from daf.planning.policies import Strategy, strategy_named
-from daf.planning.search import Problem, Search, Shape
+from daf.planning.search import Problem, Search, Shape, micro_batch_sizes
 from daf.planning.table import kept_selection, level_selection, make_table
 
 # Until noise is measured: two bits everywhere, with room for the few sites that get fewer. A
@@ -169,6 +169,13 @@ def kept_peak_bytes(profile: Profile) -> int:
     """Return the process's peak (bytes) with the whole batch kept, margin included."""
     table = make_table(profile, profile.batch_size, EVERYTHING)
     return with_margin(profile, table.peak_bytes(kept_selection(table)))
+
+
+def kept_parts_fit(profile: Profile, budget_bytes: int) -> bool:
+    """Return whether micro-batches that take no longer than the whole batch fit as they are."""
+    most_ms = (1 + RELATIVE_GAP) * profile.step_ms(profile.batch_size)
+    sizes = (size for size in micro_batch_sizes(profile) if profile.step_ms(size) <= most_ms)
+    return any(level_peak_bytes(profile, size, "keep") <= budget_bytes for size in sizes)
 
 
 def level_peak_bytes(profile: Profile, examples: int, level: str) -> int:

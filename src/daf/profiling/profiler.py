@@ -321,8 +321,8 @@ class Profiler:
         )
         if not kept:
             return ((largest.examples, largest.step_ms),), None
-        is_known = largest.coded_ms >= LONG_MS and largest.examples == kept[-1][0]
-        return kept, largest.coded_ms if is_known else fastest(TIGHTEST, kept[-1][0])
+        coded = {each.examples: each.coded_ms for each in observations}.get(kept[-1][0], 0.0)
+        return kept, coded if coded >= LONG_MS else fastest(TIGHTEST, kept[-1][0])
 
     def _fitting_kept(self, observations: list[Observation], budget_bytes: int) -> list[int]:
         sizes = {each.examples: self._kept_bytes(each, each.examples) for each in observations}

@@ -69,15 +69,16 @@ class StepProfiles:
     ) -> Profiles:
         """Return profiles of PyTorch's own operators, and of fused ones where they gain something.
 
-        A step that fits as it is keeps PyTorch's operators, and with them every bit. So does a step
-        that fails with fused ones (second derivatives, say). The batch's first examples are used.
+        A step that fits as it is, whole or in micro-batches as fast, keeps PyTorch's operators, and
+        with them every bit. So does a step that fails with fused ones (second derivatives, say).
+        The batch's first examples are used.
         """
         self.fusion_refusal, self.measured = "", self.measured + 1
         # Fused operators read codes, which need kernels where the model is.
         can_fuse = can_fuse and self.may_fuse and can_code_on(device_of(self.model))
         profiled = partial(self.profile, context, budget_bytes, on_progress=on_progress)
         own = _own(profiled, (False, True) if can_fuse and budget_bytes else ())
-        if own.is_fused or not can_fuse or planner.kept_peak_bytes(own) <= budget_bytes:
+        if own.is_fused or not can_fuse or planner.kept_parts_fit(own, budget_bytes):
             return Profiles(own)
         try:
             found = profiled(own)
