@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,14 +34,6 @@ _REPEAT = "a replayed module must do the same thing again: replay other modules,
 _FILL_WHAT_THEY_SAVED = frozenset({F.rrelu, F.rrelu_, torch.rrelu, torch.rrelu_})
 # Nor is all of what the others save here ever set.
 SAVE_WHAT_IS_UNDEFINED = _FILL_WHAT_THEY_SAVED | {F.ctc_loss, torch.ctc_loss}
-
-
-class Target(NamedTuple):
-    """What runs again: the ``call``-th call of the module at ``path``, by its ``forward``."""
-
-    path: str
-    call: int
-    forward: Callable[..., Any]
 
 
 class Rebuilt(PackedTensor):
@@ -92,14 +84,17 @@ class Rebuilt(PackedTensor):
 class ReplayedCall:
     """One call of a replayed module: its inputs, its state, and handles for what it saves."""
 
-    def __init__(self, replays: Replays, target: Target, inputs: Inputs, state: CallState) -> None:
+    def __init__(
+        self, replays: Replays, target: WatchedForward, inputs: Inputs, state: CallState
+    ) -> None:
         self.site = Site(target.path, "replay", 0, 0)
         self.differentiates = False  # True if its forward pass itself asks for gradients
         self.fills_what_it_saved = False  # True if a save is complete only at the next one
         self.has_undefined_saves = False  # True if the operator that runs now may have some
         self._differences: list[Tensor] = []  # scalars on a device, True where saves differ
         self.replays = replays
-        self._target = target
+        self._number = target.calls  # of this call, its latest
+        self._forward = target.forward
         self._inputs = inputs
         self._state = state
         self._saves = 0
@@ -185,13 +180,13 @@ class ReplayedCall:
     def _run(self, collector: Collector) -> None:
         arguments, keywords = self._inputs.restore(self.replays.keeper.scratch)
         with (
-            self.replays.rebuilding(self._target, collector),
+            self.replays.rebuilding(self.site.module, self._number, collector),
             self._state.restored(),
             collector.hooks(),
             eagerly(),
             suppress(_Complete),
         ):
-            self._target.forward(*arguments, **keywords)
+            self._forward(*arguments, **keywords)
 
 
 class _Complete(BaseException):
@@ -297,9 +292,9 @@ class Replays:
         return watched(self._targets)
 
     @contextmanager
-    def rebuilding(self, target: Target, collector: Collector) -> Iterator[None]:
+    def rebuilding(self, path: str, number: int, collector: Collector) -> Iterator[None]:
         """Run a call again inside, on whichever thread backward runs."""
-        self.log.note(target.path, target.call)
+        self.log.note(path, number)
         here = replaced(self, _thread=get_ident(), _running=[*self._running, collector])
         with here, self.keeper.rebuilding(), self.watching():
             yield
@@ -315,8 +310,7 @@ class Replays:
         place = (target.module, target.path, self._generators)
         state = CallState(*place, arguments, keywords)
         inputs = Inputs((arguments, keywords), partial(self._hold_input, target.path, outer))
-        what = Target(target.path, target.calls, target.forward)
-        call = ReplayedCall(self, what, inputs, state)
+        call = ReplayedCall(self, target, inputs, state)
         self.keeper.note_reader(target.module, call)
         with replaced(self, _running=[*self._running, call]):
             result = target.forward(*arguments, **keywords)
