@@ -274,8 +274,7 @@ class GradientStep:
 
 def is_finite(value: Any) -> bool:
     """True if every floating-point tensor in a nest holds only finite numbers."""
-    tensors = tensors_in_batch(value)
-    return all_finite(each for each in tensors if each.is_floating_point() or each.is_complex())
+    return all_finite(tensors_in_batch(value))
 
 
 def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str:
