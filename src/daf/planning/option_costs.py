@@ -36,9 +36,7 @@ class OptionCosts:
         self._served = served_weights(profile)
         self._unit = noise_per_weight(profile)
         self._by_site = {saving.site: saving for saving in profile.savings}
-        self._released: dict[int, int] = defaultdict(int)  # by storage, if it is kept
-        for saving in profile.savings:
-            self._released[saving.storage] = max(self._released[saving.storage], saving.released)
+        self._released = last_moments(profile.savings)  # by storage, if it is kept
 
     def spans_ms_noise(
         self, family: Sequence[Saving], treatments: Mapping[Site, Treatment], *, follow: bool
@@ -143,6 +141,14 @@ class OptionCosts:
         if not treatment.on_host:
             return 0.0
         return self._speeds.link_ms(self.code_bytes(saving, treatment))
+
+
+def last_moments(savings: Iterable[Saving]) -> dict[int, int]:
+    """Return the last moment of each storage that these savings hold."""
+    found: dict[int, int] = {}
+    for saving in savings:
+        found[saving.storage] = max(found.get(saving.storage, -1), saving.released)
+    return found
 
 
 def _by_storage(savings: list[Saving]) -> Iterable[list[Saving]]:

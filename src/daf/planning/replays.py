@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from daf.core.profile import CallProfile, Profile, Saving
-from daf.planning.option_costs import Span
+from daf.planning.option_costs import Span, last_moments
 from daf.planning.options import Family
 
 
@@ -69,14 +69,6 @@ def _is_possible(profile: Profile, calls: Sequence[int], inside: Sequence[set[in
     is_nested = any(other in inside[call] for call in calls for other in calls if other != call)
     replayable = all(profile.calls[call].replayable for call in calls)
     return replayable and not is_nested and any(profile.calls[call].parent >= 0 for call in calls)
-
-
-def last_moments(savings: Iterable[Saving]) -> dict[int, int]:
-    """Return the last moment of each storage that these savings hold."""
-    found: dict[int, int] = {}
-    for saving in savings:
-        found[saving.storage] = max(found.get(saving.storage, -1), saving.released)
-    return found
 
 
 # Spans that one call's replay always holds; by storage, those that count unless others keep them.

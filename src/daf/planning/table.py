@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from daf.core.policy import Site
 from daf.core.profile import Profile
+from daf.planning.option_costs import last_moments
 from daf.planning.options import (
     EXACT,
     HELD,
@@ -30,7 +31,7 @@ from daf.planning.options import (
     OptionMaker,
     families,
 )
-from daf.planning.replays import Replay, last_moments, replays_of
+from daf.planning.replays import Replay, replays_of
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
