@@ -39,19 +39,14 @@ def ranged_error(bits: int) -> float:
 DERIVATIVE_SQUARED_RANGE = 3.47
 
 
-def derivative_error(bits: int) -> float:
-    """Return a derivative code's typical error: 1/6 of the squared distance of two levels."""
-    return float(DERIVATIVE_SQUARED_RANGE / (6 * (2**bits - 1) ** 2))
-
-
 def relative_error(treatment: Treatment) -> float:
     """Return a treatment's error, 0 if lossless or unknown."""
     if treatment.method is Method.MINMAX:
         return minmax_error(treatment.bits)
     if treatment.method is Method.RANGED:
         return ranged_error(treatment.bits)
-    if treatment.method is Method.DERIVATIVE:
-        return derivative_error(treatment.bits)
+    if treatment.method is Method.DERIVATIVE:  # 1/6 of the squared distance of two levels
+        return float(DERIVATIVE_SQUARED_RANGE / (6 * (2**treatment.bits - 1) ** 2))
     if treatment.method is Method.ROTATED:
         return rotated_error(treatment.bits, treatment.bits)
     return 0.0
