@@ -31,8 +31,7 @@ from daf.planning.table import (
     worst_moments,
 )
 
-# Of a step's time: times are known to 8 % at best, and to measure noise takes two or three steps.
-UNMEASURED_GAIN = 0.05
+UNMEASURED_GAIN = 0.05  # of a step; times are known to 8 % at best, and noise costs 3 steps to learn
 KNEE_FRACTION = 0.95  # of the best measured examples per second: the least at the knee
 _SMALLEST_SIZES = 8  # a larger one can hold less, if tensors become large enough to be treated
 REDUCED_OPERATORS = 5  # SAGE's fixed threshold
