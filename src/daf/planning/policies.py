@@ -15,7 +15,7 @@ from daf.core.errors import UnknownNameError
 from daf.core.policy import Method
 from daf.core.profile import Profile
 from daf.planning.candidate import Candidate, noise_price_ms
-from daf.planning.mip import Program
+from daf.planning.mip import RELATIVE_GAP, Program
 from daf.planning.options import WIDTHS, Allowed
 from daf.planning.replays import Replay
 from daf.planning.search import Problem, Search, Shape, micro_batch_sizes, shapes
@@ -31,7 +31,7 @@ from daf.planning.table import (
     worst_moments,
 )
 
-UNMEASURED_GAIN = 0.05  # of a step; times are known to 8 % at best, and noise costs 3 steps to learn
+UNMEASURED_GAIN = 0.05  # of a step; times are known to 8 % at best, noise takes 3 steps to learn
 KNEE_FRACTION = 0.95  # of the best measured examples per second: the least at the knee
 _SMALLEST_SIZES = 8  # a larger one can hold less, if tensors become large enough to be treated
 REDUCED_OPERATORS = 5  # SAGE's fixed threshold
@@ -91,8 +91,8 @@ def optimal(problem: Problem) -> Candidate | None:
     """
     found = Search(problem).run()
     if found is not None and found.noise and not problem.profile.weights:
-        most_ms = (1 + UNMEASURED_GAIN) * found.objective
-        exact = Search(replace(problem, tolerance=0.0, most_ms=most_ms)).run()
+        most_ms, gap = (1 + UNMEASURED_GAIN) * found.objective, RELATIVE_GAP
+        exact = Search(replace(problem, tolerance=0.0, most_ms=most_ms, relative_gap=gap)).run()
         return (exact and replace(exact, bound_ms=found.bound_ms)) or found
     return found or _if_it_fits(tightest(problem), problem)
 
