@@ -1,4 +1,4 @@
-"""The pool and its tree, built with sanitizers: a hundred thousand random operations each."""
+"""The pool and its tree, built with sanitizers: many thousand random operations each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from thoroughness import at_most
 
 NATIVE = Path(__file__).parent / "native"
 SOURCES = Path(__file__).parents[2] / "csrc"
@@ -32,11 +33,13 @@ def outcome_of(
     compiler = ["c++", "-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", *options, f"-I{SOURCES}"]
     if subprocess.run([*compiler, empty, "-o", program], check=False).returncode != 0:
         pytest.skip(f"this compiler cannot build with {options[0]}")
-    sources = [NATIVE / f"{test}.cpp", *(SOURCES / name for name in core)]
-    subprocess.run([*compiler, *sources, "-lpthread", "-o", program], check=True)
+    # One file that includes all: the compiler reads the headers once, in half of the time.
+    sources, whole = [NATIVE / f"{test}.cpp", *(SOURCES / name for name in core)], folder / "all.cpp"
+    whole.write_text("".join(f'#include "{each}"\n' for each in sources))
+    subprocess.run([*compiler, whole, "-lpthread", "-o", program], check=True)
     environment = dict(os.environ, TSAN_OPTIONS="halt_on_error=1")
     environment.pop("LD_PRELOAD", None)
-    asked = [program, "100000", "7"]
+    asked = [program, str(at_most(100_000, 40_000)), "7"]
     done = subprocess.run(asked, capture_output=True, text=True, env=environment, timeout=300)
     return done.returncode, done.stdout, done.stderr[-4000:]
 
