@@ -13,23 +13,34 @@ import pytest
 from daf_bench.faults.on_disk.damage import drawn_damage
 
 
-@pytest.mark.parametrize(
-    ("part", "count"), [("damaged", 4), ("kills", 2), ("hostile", 20), ("full_disk", 2)]
-)
-def test_a_few_of_each_part_go_right(part: str, count: int) -> None:
-    """In a process of its own, which has no threads and may be forked."""
-    code = (
-        f"import json; from daf_bench.faults.on_disk.{part} import run_{part}\n"
-        f"print(json.dumps(run_{part}({count}, seed=1)))"
-    )
+COUNTS = {"damaged": 4, "kills": 2, "hostile": 20, "full_disk": 2}
+PROGRAM = """
+import json, sys
+from importlib import import_module
+counts, found = json.loads(sys.argv[1]), {}
+for part, count in counts.items():
+    run = getattr(import_module(f"daf_bench.faults.on_disk.{part}"), f"run_{part}")
+    found[part] = run(count, seed=1)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, dict[str, int]]:
+    """All parts' in a process of their own, which has no threads and may be forked."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300
-    )
+    command = [sys.executable, "-c", PROGRAM, json.dumps(COUNTS)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
-    assert figures.pop(f"{part}_tried") == count
-    assert set(figures.values()) == {0}, figures
+    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("part", COUNTS)
+def test_a_few_of_each_part_go_right(part: str, figures: dict[str, dict[str, int]]) -> None:
+    counted = dict(figures[part])
+    assert counted.pop(f"{part}_tried") == COUNTS[part]
+    assert set(counted.values()) == {0}, counted
 
 
 def test_damage_is_drawn_from_the_seed_and_changes_something(tmp_path: Path) -> None:
