@@ -34,7 +34,8 @@ def outcome_of(
     if subprocess.run([*compiler, empty, "-o", program], check=False).returncode != 0:
         pytest.skip(f"this compiler cannot build with {options[0]}")
     # One file that includes all: the compiler reads the headers once, in half of the time.
-    sources, whole = [NATIVE / f"{test}.cpp", *(SOURCES / name for name in core)], folder / "all.cpp"
+    sources = [NATIVE / f"{test}.cpp", *(SOURCES / name for name in core)]
+    whole = folder / "whole.cpp"
     whole.write_text("".join(f'#include "{each}"\n' for each in sources))
     subprocess.run([*compiler, whole, "-lpthread", "-o", program], check=True)
     environment = dict(os.environ, TSAN_OPTIONS="halt_on_error=1")

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from daf_bench.faults.on_disk.damage import drawn_damage
 
-
 COUNTS = {"damaged": 4, "kills": 2, "hostile": 20, "full_disk": 2}
 PROGRAM = """
 import json, sys
