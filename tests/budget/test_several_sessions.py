@@ -7,7 +7,6 @@ import gc
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -305,13 +304,7 @@ def test_whoever_reads_a_budget_finds_it_in_the_history(monkeypatch: pytest.Monk
         assert (session.budget_bytes, session.budget_history[-1].budget_bytes) == (7 * 10**9,) * 2
 
 
-def run_python(code: str) -> None:
-    code = textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
-
-
-JOB = """
+PROGRAM = """
 import os, time, torch
 from torch import nn
 from daf import Session
@@ -337,59 +330,55 @@ def in_child(work):
             status = 0
         finally: os._exit(status)
     return pid
+
+def a_child_is_not_bounded_and_may_train_in_the_session_that_it_inherits():
+    session = session_for(resident_bytes() + 60 * MB)
+    session.step(batch, loss)
+    assert native.settings()[1] is not None
+    def work():
+        torch.ones(400 * MB, dtype=torch.uint8)
+    assert os.waitpid(in_child(work), 0)[1] == 0
+    def train():
+        session.step(batch, loss)
+        assert native.settings()[1] is not None
+        session.close()
+        assert native.settings() == (None, None)
+    assert os.waitpid(in_child(train), 0)[1] == 0
+    session.step(batch, loss)
+    session.close()
+
+def a_budget_of_the_tree_leaves_to_children_what_they_take():
+    budget = resident_bytes() + 500 * MB
+    session = session_for(budget, scope="tree")
+    session.step(batch, loss)
+    assert session.budget_bytes == budget
+    def work():
+        held = torch.ones(100 * MB, dtype=torch.uint8)
+        time.sleep(60)
+    child = in_child(work)
+    end = time.time() + 30
+    while session.budget_bytes > budget - 95 * MB and time.time() < end: time.sleep(0.02)
+    assert budget - 260 * MB < session.budget_bytes <= budget - 95 * MB, session.budget_bytes
+    assert "child processes" in session.budget_history[-1].reason
+    session.step(batch, loss)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    while session.budget_bytes < budget and time.time() < end: time.sleep(0.02)
+    assert session.budget_bytes == budget
+    session.close()
+
+a_child_is_not_bounded_and_may_train_in_the_session_that_it_inherits()
+a_budget_of_the_tree_leaves_to_children_what_they_take()
+print("ok")
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_is_not_bounded_and_may_train_in_the_session_that_it_inherits() -> None:
-    run_python(
-        JOB
-        + textwrap.dedent("""
-        session = session_for(resident_bytes() + 60 * MB)
-        session.step(batch, loss)
-        assert native.settings()[1] is not None
-        def work():
-            torch.ones(400 * MB, dtype=torch.uint8)
-        assert os.waitpid(in_child(work), 0)[1] == 0
-        def train():
-            session.step(batch, loss)
-            assert native.settings()[1] is not None
-            session.close()
-            assert native.settings() == (None, None)
-        assert os.waitpid(in_child(train), 0)[1] == 0
-        session.step(batch, loss)
-        session.close()
-        print("ok")
-        """)
-    )
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_budget_of_the_tree_leaves_to_children_what_they_take() -> None:
-    run_python(
-        JOB
-        + textwrap.dedent("""
-        budget = resident_bytes() + 500 * MB
-        session = session_for(budget, scope="tree")
-        session.step(batch, loss)
-        assert session.budget_bytes == budget
-        def work():
-            held = torch.ones(100 * MB, dtype=torch.uint8)
-            time.sleep(60)
-        child = in_child(work)
-        end = time.time() + 30
-        while session.budget_bytes > budget - 95 * MB and time.time() < end: time.sleep(0.02)
-        assert budget - 260 * MB < session.budget_bytes <= budget - 95 * MB, session.budget_bytes
-        assert "child processes" in session.budget_history[-1].reason
-        session.step(batch, loss)
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-        while session.budget_bytes < budget and time.time() < end: time.sleep(0.02)
-        assert session.budget_bytes == budget
-        session.close()
-        print("ok")
-        """)
-    )
+def test_forked_children_are_not_bounded_may_train_and_count_in_a_budget_of_the_tree() -> None:
+    """In a process of its own, which has no threads; both parts in one, since it starts slowly."""
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
 def test_what_is_swapped_out_counts_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

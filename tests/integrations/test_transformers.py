@@ -43,7 +43,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
 ]
 WORDS, LENGTH, ROWS = 200, 64, 16
-STEPS = at_most(20, 8)
+STEPS = at_most(20, 5)
 ROOM_BYTES = 45_000_000
 Row = dict[str, Tensor]
 Budget = Callable[[int], int]
@@ -234,7 +234,8 @@ def test_a_loss_function_and_smoothed_labels_keep_working(
 
 
 def test_evaluation_is_the_host_s_own(tmp_path: Path, budget: Budget) -> None:
-    options = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    options = {"max_steps": 4, "gradient_accumulation_steps": 2}
+    options |= {"eval_strategy": "steps", "eval_steps": 2}
 
     def trainer() -> Trainer:
         data = {"train_dataset": sentences(), "eval_dataset": sentences(32)}
@@ -300,6 +301,7 @@ def test_a_plain_checkpoint_is_resumed_within_a_budget(
     tmp_path: Path, budget: Budget, same_weights: Same
 ) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    saving |= {"gradient_accumulation_steps": 2}
     plain = Trainer(classifier(), arguments(tmp_path, **saving), train_dataset=sentences())
     plain.train()
     ours = Trainer(classifier(), arguments(tmp_path, **saving), train_dataset=sentences())
@@ -390,7 +392,8 @@ def test_activation_checkpointing_is_left_to_the_session(
 def test_memory_stands_beside_the_budget_at_the_host_s_bar(
     tmp_path: Path, budget: Budget, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = arguments(tmp_path, max_steps=2, disable_tqdm=False)
+    few = {"max_steps": 2, "gradient_accumulation_steps": 2}
+    options = arguments(tmp_path, **few, disable_tqdm=False)
     trainer = Trainer(classifier(), options, train_dataset=sentences())
     bound = budget(ROOM_BYTES)
     budgeted(trainer, bound).train()

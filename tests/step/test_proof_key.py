@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,20 +120,23 @@ def test_what_a_loss_finds_in_its_module_belongs_to_it(
 
 
 def test_a_key_is_the_same_in_another_process() -> None:
-    """Whose sets have another order."""
+    """Whose sets have another order: its strings' hashes are of another seed."""
     source = (
-        "import sys; sys.path[:0] = [sys.argv[1]]\n"
-        "from test_proof_key import Branching, images, mean, proof_key\n"
-        "print(proof_key(Branching(), images(), mean))"
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tests.step.test_proof_key import Branching, images, mean, proof_key\n"
+        "print(hash('a'), proof_key(Branching(), images(), mean))"
     )
-    folder = str(__file__).rpartition("/")[0]
-    ran = [
-        subprocess.run(
-            [sys.executable, "-c", source, folder], capture_output=True, text=True, check=True
-        ).stdout
-        for _ in range(2)
-    ]
-    assert ran[0] == ran[1]
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    done = subprocess.run(
+        [sys.executable, "-c", source, str(Path(__file__).parents[2])],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONHASHSEED": seed},
+    )
+    hashed, found = done.stdout.split()
+    assert int(hashed) != hash("a")
+    assert found == proof_key(Branching(), images(), mean)
 
 
 @pytest.mark.parametrize(("loss", "is_proven_anew"), [(mean, False), (doubled, True)])
