@@ -139,17 +139,28 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     sys.modules.pop("tiny_models", None)
 
 
-@pytest.fixture
-def daf(workplace: Path) -> Callable[..., Ran]:
+def in_process(*arguments: str) -> Ran:
     """Run the command line in this process."""
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Ran(result.exit_code, result.stdout, result.stderr)
 
-    def run(*arguments: str) -> Ran:
-        result = CliRunner().invoke(app, arguments)
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Ran(result.exit_code, result.stdout, result.stderr)
 
-    return run
+@pytest.fixture
+def daf(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Run the command line in this process, without the picture that a run ends with.
+
+    Drawing it takes a process of its own most of a second, more than the tiny runs themselves.
+    """
+    monkeypatch.setattr("daf.cli.train.draw_memory_elsewhere", lambda _: "")
+    return in_process
+
+
+@pytest.fixture
+def daf_drawing(workplace: Path) -> Callable[..., Ran]:
+    """Run the command line in this process, pictures and all."""
+    return in_process
 
 
 @pytest.fixture

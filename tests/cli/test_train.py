@@ -102,10 +102,10 @@ def test_a_run_within_a_budget_leaves_everything_it_promises(daf_process: Daf) -
     assert not list(Path("run").rglob("*.part"))
 
 
-def test_a_budget_that_moves_is_in_the_run_s_records_and_its_picture(daf: Daf) -> None:
+def test_a_budget_that_moves_is_in_the_run_s_records_and_its_picture(daf_drawing: Daf) -> None:
     budget = room_here()
     lower = budget - 100 * MB
-    ran = daf(*options("tiny_models:squeezes", budget=budget, max_steps=3), "--json")
+    ran = daf_drawing(*options("tiny_models:squeezes", budget=budget, max_steps=3), "--json")
     assert ran.code == 0, ran.err
     folder = Path("run")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
