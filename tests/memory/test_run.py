@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from daf.cli import app
 from daf.memory.recycling_allocator import unsupported_reason
 
 pytestmark = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
@@ -26,15 +28,20 @@ def daf_run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_a_program_runs_as_itself_and_its_memory_is_told(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
+def test_a_program_runs_as_itself_its_memory_is_told_and_its_history_kept(tmp_path: Path) -> None:
+    program, history = tmp_path / "program.py", tmp_path / "history.pickle"
     program.write_text(PROGRAM)
-    done = daf_run("--json", str(program), "one", "--two")
+    done = daf_run("--json", "--history", str(history), str(program), "one", "--two")
     assert done.returncode == 3
     assert done.stdout == "__main__ ['one', '--two']\n"
     counts = json.loads(done.stderr.splitlines()[-1])
     assert counts["live_bytes.peak"] == 2**23
     assert (counts["allocations"], counts["hits"]) == (5, 4)
+    (trace,) = pickle.loads(history.read_bytes())["device_traces"]
+    large = [event for event in trace if event["size"] >= 2**20]
+    assert [event["action"] for event in large] == ["alloc", "free_requested", "free_completed"] * 5
+    assert {event["size"] for event in large} == {2**23}
+    assert {event["frames"][0]["name"].split(".")[1] for event in large} == {"ones"}
 
 
 def test_a_limit_ends_the_program_with_pytorch_s_own_error(tmp_path: Path) -> None:
@@ -46,21 +53,9 @@ def test_a_limit_ends_the_program_with_pytorch_s_own_error(tmp_path: Path) -> No
 
 
 def test_a_missing_program_is_named(tmp_path: Path) -> None:
-    done = daf_run(str(tmp_path / "nowhere.py"))
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["run", str(tmp_path / "nowhere.py")])
+    assert done.exit_code == 2
     assert "nowhere.py" in done.stderr
-
-
-def test_the_history_is_kept(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    history = tmp_path / "history.pickle"
-    assert daf_run("--history", str(history), str(program)).returncode == 3
-    (trace,) = pickle.loads(history.read_bytes())["device_traces"]
-    large = [event for event in trace if event["size"] >= 2**20]
-    assert [event["action"] for event in large] == ["alloc", "free_requested", "free_completed"] * 5
-    assert {event["size"] for event in large} == {2**23}
-    assert {event["frames"][0]["name"].split(".")[1] for event in large} == {"ones"}
 
 
 def test_a_history_that_cannot_be_written_is_reported_and_the_program_s_status_kept(
