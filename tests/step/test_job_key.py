@@ -111,6 +111,7 @@ def test_values_rates_and_another_process_change_nothing() -> None:
     assert job_key(model, optimizer, (data + 1.0, labels + 1), loss, {}) == first
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
+        "from daf.torch_compat import compiler; compiler.keep_out(); "  # it takes seconds to import
         "import tests.step.test_job_key as job; print(job.key(), end='')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
