@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -317,6 +319,24 @@ def test_where_refusals_are_possible_a_hopeless_budget_gets_the_plan_that_holds_
     plan = selector.again(least - 4 * MIB, can_refuse=True)
     assert selector.running is plan
     assert plan.predicted_peak_bytes <= least + ANOTHER_PROCESS_BYTES
+
+
+@pytest.mark.parametrize("share", [-0.1, 0.4])
+def test_a_search_that_is_given_up_holds_nothing_beside_the_next_step(share: float) -> None:
+    measured = large(40)
+    selector = chosen(measured)
+    selector.begin(Profiles(measured), between(measured, 0.5))
+
+    def slow_to_stop(stop: Callable[[], bool]) -> tuple[Plan, ...]:
+        while not stop():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        return ()
+
+    search = selector._search = BackgroundPlan(slow_to_stop)
+    selector.again(between(measured, share), can_refuse=True)
+    assert search.is_done
+    assert selector._search is not search
 
 
 @settings(max_examples=12, deadline=None)

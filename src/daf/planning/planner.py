@@ -31,8 +31,7 @@ QUICK_GAP = 0.1  # how much slower than the best a first plan may be, until the 
 # shorter than of 32, and took 10 % longer. Hence rivals this much larger, up to this much slower.
 RIVAL_SIZE = 2
 RIVAL_MS = 1.25
-# Shares of a refused plan's bytes above the floor by which the next plan holds less, tried in turn;
-# the plan of least memory comes last.
+# By these shares of its bytes above the floor, a refused plan's next holds less; the least is last.
 TIGHTER_SHARES = (0.25, 0.1)
 SHORT_MS = 10.0  # of a whole step: its times are Python's and noise
 SMALLEST_STEP_BYTES = 10 * 2**20

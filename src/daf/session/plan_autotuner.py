@@ -27,10 +27,8 @@ SHORTEST_MS = 10.0  # a shorter step is mostly Python's time, whatever the plan
 # apart. Where steps take 40 ms, mostly Python's own, they were further apart.
 WORTH_TRYING = 1.75
 ALIKE = 0.02  # of times: within this share, the plan that adds less noise is the better one
-# A trial ends after this many times its own steps on batches too small to count.
-MOST_PASSED = 5
-# A batch of at least this share of the planned bytes counts, its time scaled up.
-LEAST_SHARE = 0.9
+MOST_PASSED = 5  # times its own steps on batches too small to count, and a trial ends
+LEAST_SHARE = 0.9  # of the planned bytes: such a batch counts, its time scaled up
 
 
 @dataclass(frozen=True, slots=True)

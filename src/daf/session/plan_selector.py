@@ -40,8 +40,7 @@ PATIENCE_S = 3.0
 ANOTHER_PROCESS_BYTES = 2 * 2**20
 # What a process goes on to hold that has room for what another had none for: PyTorch's kernels of
 # more sizes (3 to 4 MB measured on small networks), what measuring sensitivities leaves (2.0 MB),
-# what unwinds a small step's refusal (1.6 MB). A plan's margin bears what else comes together; with
-# an allowance for each, 10 % less than what was named worked in ten cases of fifteen.
+# what unwinds a small step's refusal (1.6 MB). A plan's margin bears what else comes together.
 MORE_ROOM_BYTES = 4 * 2**20
 # Where fewer examples than are usual foretold a whole batch, a least budget has more: a share of
 # what is modelled, since not all grows in a straight line (ResNet-18 on images of 32 x 32 took
@@ -121,7 +120,7 @@ class PlanSelector(Resumable):
 
     def settle_on(self, plan: Plan | None) -> None:
         """Go on with this plan; search and try nothing else."""
-        self.give_up_search()
+        self._end_search()
         self.plan, self.first = plan, None
 
     def change_policy(self, policy: Policy) -> None:
@@ -135,6 +134,11 @@ class PlanSelector(Resumable):
             self._search.stop()
         self._search = None
         self.autotuner.cancel()
+
+    def _end_search(self) -> None:
+        if self._search is not None:
+            self._search.finish(0.0)  # steps may need what it holds
+        self.give_up_search()
 
     def forget(self) -> None:
         """Drop the plan and everything learnt."""
@@ -246,8 +250,7 @@ class PlanSelector(Resumable):
         except BudgetError as error:
             if not can_refuse or error.least_bytes is None:
                 raise
-            self.plan = self._make(error.least_bytes)
-            self.give_up_search()  # nothing else may be tried beyond the budget
+            self.plan = self._quick(error.least_bytes)  # others hold more
         if self._search and not self._has_room_to_search(self.plan, budget_bytes):
             self.plan = self._searched(self.plan, budget_bytes)
         return self.plan
@@ -382,7 +385,7 @@ class PlanSelector(Resumable):
 
     def _make(self, budget_bytes: int, quick: Plan | None = None) -> Plan:
         """Return a quick plan now; search for the best one in the background."""
-        self.give_up_search()
+        self._end_search()
         plan = quick or self._quick(budget_bytes)
         # Nothing is faster than the whole batch unchanged.
         is_plain = plan.policy.name == "plain" and plan.micro_batch >= self._measured.own.batch_size
