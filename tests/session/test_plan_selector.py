@@ -31,6 +31,7 @@ from daf.session.plan_selector import (
     ANOTHER_PROCESS_BYTES,
     FEW_EXAMPLES_SHARE,
     MORE_ROOM_BYTES,
+    SEARCH_BYTES,
     TAKEN_BYTES,
     TAKEN_PAGES,
     THREAD_BYTES,
@@ -212,6 +213,36 @@ def test_a_higher_peak_than_predicted_corrects_every_later_plan() -> None:
     allowance = ANOTHER_PROCESS_BYTES
     expected = 1.05 * (least - allowance - floor) + allowance
     assert selector.least_bytes() - floor == pytest.approx(expected, rel=1e-4)
+
+
+def test_what_a_search_held_beside_the_step_is_no_evidence() -> None:
+    measured = large(60)
+    selector = chosen(measured)
+    budget = between(measured, 0.7)
+    selector.begin(Profiles(measured), budget)
+    first = selector.first
+    assert first is not None
+    plan, search = selector.plan, BackgroundPlan(lambda _: ())
+    selector._search = search
+    selector.correct(first.predicted_peak_bytes + SEARCH_BYTES, budget)
+    assert selector.evidence is not None
+    assert selector.evidence.factor(measured.floor_bytes) == 1.0
+    assert selector.plan is plan
+
+
+def test_where_evidence_leaves_no_plan_the_one_that_fitted_goes_on() -> None:
+    measured = large(60)
+    selector = chosen(measured)
+    budget = between(measured, 0.4)
+    selector.begin(Profiles(measured), budget)
+    first = selector.first
+    assert first is not None
+    low = replace(first, predicted_peak_bytes=measured.floor_bytes + MIB)
+    selector.first = low
+    selector.correct(budget, budget)
+    assert selector.running is low
+    assert selector.least_bytes() > budget
+    assert selector.is_settled
 
 
 def test_evidence_that_leaves_no_plan_is_an_error_that_names_the_least() -> None:

@@ -48,14 +48,13 @@ MORE_ROOM_BYTES = 4 * 2**20
 FEW_EXAMPLES_SHARE = 0.015
 THREAD_BYTES = 2 * 2**20
 # Where a cgroup's limit took library code from the process while it was measured: what comes back
-# once there is room (10 to 12 MB measured of 125), where so many pages had to be read again. Those
-# count that were read while the program loaded: without them, leasts were 5 MB too low.
+# once there is room (10 to 12 MB measured of 125), where so many pages had to be read again, those
+# included that were read while the program loaded.
 TAKEN_BYTES = 14 * 2**20
 TAKEN_PAGES = 256
 # Bytes that a background search may hold: 20 MB were measured for 1,000 sites.
 SEARCH_BYTES = 24 * 2**20
-# A smaller predicted peak is lost in the floor and would make proportions meaningless.
-SMALLEST_PEAK_BYTES = 4 * 2**20
+SMALLEST_PEAK_BYTES = 4 * 2**20  # a smaller one is lost in the floor: no proportion to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,15 +193,21 @@ class PlanSelector(Resumable):
     def correct(self, measured_peak_bytes: int, budget_bytes: int | None) -> None:
         """Go on with the plan, corrected by the peak of the first full-size step.
 
-        ``budget_bytes``: None if it moved meanwhile; then the next step is planned anew. Raises
-        BudgetError if no plan is predicted to fit any more.
+        ``budget_bytes``: None if it moved meanwhile; then the next step is planned anew. If no plan
+        is predicted to fit any more, that step's goes on; BudgetError: it did not fit either.
         """
         first, self.first = self.first, None
         if first is None or budget_bytes is None:
             return
+        measured_peak_bytes -= SEARCH_BYTES if self._search else 0  # which ran beside the step
         self.evidence = PeakMeasurement(first.predicted_peak_bytes, measured_peak_bytes)
         if self._factor > 1.0:
-            self.plan = self._make(budget_bytes)
+            try:
+                self.plan = self._make(budget_bytes)
+            except BudgetError:
+                self.settle_on(first)
+                if measured_peak_bytes > budget_bytes:
+                    raise
 
     def _searched(self, quick: Plan, budget_bytes: int) -> Plan:
         """Wait for the best plan with patience; the search goes on if steps leave it room."""
@@ -241,8 +246,7 @@ class PlanSelector(Resumable):
         """Return the plan under another budget.
 
         If none is predicted to fit but allocations over budget are refused (``can_refuse``), return
-        the plan that holds least, else raise BudgetError. The pool may still evict planes that
-        predictions count.
+        the plan that holds least, else raise BudgetError.
         """
         self.first = None
         try:

@@ -9,7 +9,7 @@ update, corrects the plan that follows. Backward passes and updates stay under t
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -196,12 +196,9 @@ class ForwardRunner(SessionReadings):
         is_known = self._updates_seen >= UPDATES_TO_MEASURE or self._calls_seen > CALLS_TO_MEASURE
         if selector.first is None or not is_known:
             return
-        first = selector.first
         peak_bytes = self._runner.counters.end_peak()
-        try:
+        with suppress(BudgetError):
             selector.correct(peak_bytes, self._budget_controller.budget_bytes)
-        except BudgetError:
-            selector.settle_on(first)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
