@@ -73,13 +73,15 @@ def _store() -> Any:
 
 def _treatments() -> Iterator[Any]:
     treatment, method = TREE.get("policy", "Treatment"), TREE.get("policy", "Method")
+    # Earlier trees were told how often to rotate; later ones choose it by the block.
+    every = ({"rounds": 1}, {"rounds": 2}) if hasattr(treatment, "rounds") else ({},)
     for bits in (1, 2, 3, 4):
-        yield from (treatment(method.ROTATED, bits, rounds) for rounds in (1, 2))
+        yield from (treatment(method.ROTATED, bits, **rounds) for rounds in every)
     yield from (treatment(method.MINMAX, bits) for bits in range(1, 9))
 
 
 def _named(treatment: Any) -> str:
-    return f"{treatment.method.value} {treatment.bits}, rounds {treatment.rounds}"
+    return f"{treatment.method.value} {treatment.bits}, rounds {getattr(treatment, 'rounds', 1)}"
 
 
 def _affine(channels: int, inner: int, seed: int = 7) -> Any:

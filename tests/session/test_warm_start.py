@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from daf import Session
 from daf.core.errors import BudgetError, ClosedSessionError
 from daf.memory import process_memory
+from daf.planning import candidate
 from daf.profiling.profiler import Profiler
 from daf.session import warm_start
 from daf.session.plan_selector import PlanSelector
@@ -330,6 +331,22 @@ def test_a_budget_near_the_one_that_was_kept_has_a_plan_of_its_own(
 
 
 @pytest.mark.usefixtures("whole_batches_are_fastest")
+def test_a_near_budget_that_holds_no_plan_is_refused_as_by_a_cold_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(candidate, "MARGIN_BYTES", 100_000_000)  # so that the least would do
+    monkeypatch.setattr(warm_start, "NEAR", 10.0)
+    with pytest.raises(BudgetError) as cold:
+        run(budget=budget_of(50), cache=False)
+    least = cold.value.least_bytes
+    assert least is not None
+    run(budget=least + 20_000_000)
+    assert run(budget=least + 20_000_000).began_warm
+    with pytest.raises(BudgetError) as warm:
+        run(budget=least - 50_000_000)
+    assert warm.value.least_bytes == pytest.approx(least, abs=30_000_000)
+
+
 def test_a_near_budget_and_a_process_that_holds_more_take_one_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -94,6 +94,7 @@ class _Bounded:
             seed=asked.seed,
             baseline_bytes=self._floor,
             release_gradients="auto" if self._events.releases else False,
+            cache=False,  # what an earlier attempt measured is not there on a machine of its own
         )
 
     def _step(self, session: Session, index: int) -> int:

@@ -91,19 +91,19 @@ class WarmStart:
         self.splitting.load_state_dict(found["splitting"])
         known = from_plain(Sensitivity | None, found["sensitivity"])
         self.noise.tracker.sensitivity = known
-        self.plan_controller.load_state_dict(found["plans"])
-        place = (self.splitting, context.seed, context.index)
+        controller, place = self.plan_controller, (self.splitting, context.seed, context.index)
+        controller.load_state_dict(found["plans"])
         begun = StepContext.of(self.model, context.batch, context.loss_fn, *place)
         if not self._is_proven(begun):
             return None
-        profiles = self.plan_controller.selector.profiles
-        known_bytes = profiles.own.resident_bytes if profiles else 0
-        more_bytes = self.memory.held_bytes() - known_bytes
+        profiles, held_bytes = controller.selector.profiles, self.memory.held_bytes()
+        more_bytes = held_bytes - (profiles.own.resident_bytes if profiles else 0)
         if more_bytes > ANOTHER_PROCESS_BYTES:  # than the other process held
-            self.plan_controller.plan_beside(more_bytes)
+            controller.plan_beside(more_bytes)
             self._place = None
-        self.plan_controller.follow_budget(self.plan_controller.budget_bytes)  # near, not the same
-        return begun
+        controller.follow_budget(controller.budget_bytes)  # near; the least plan, if none fits it
+        plan, budget_bytes = controller.selector.plan, controller.budget_bytes or 0
+        return begun if plan and plan.predicted_peak_bytes <= budget_bytes else None
 
     def _is_proven(self, context: StepContext) -> bool:
         """Prove again how batches are cut: values decide it too, and no key knows them."""
