@@ -215,29 +215,31 @@ def test_a_higher_peak_than_predicted_corrects_every_later_plan() -> None:
     assert selector.least_bytes() - floor == pytest.approx(expected, rel=1e-4)
 
 
-def test_what_a_search_held_beside_the_step_is_no_evidence() -> None:
+FLOOR_BYTES = large(60).floor_bytes
+
+
+def begun(share: float) -> tuple[PlanSelector, Plan, int]:
+    """A selector that has begun, the plan of its first step, and its budget."""
     measured = large(60)
-    selector = chosen(measured)
-    budget = between(measured, 0.7)
+    selector, budget = chosen(measured), between(measured, share)
     selector.begin(Profiles(measured), budget)
-    first = selector.first
-    assert first is not None
+    assert selector.first is not None
+    return selector, selector.first, budget
+
+
+def test_what_a_search_held_beside_the_step_is_no_evidence() -> None:
+    selector, first, budget = begun(0.7)
     plan, search = selector.plan, BackgroundPlan(lambda _: ())
     selector._search = search
     selector.correct(first.predicted_peak_bytes + SEARCH_BYTES, budget)
     assert selector.evidence is not None
-    assert selector.evidence.factor(measured.floor_bytes) == 1.0
+    assert selector.evidence.factor(FLOOR_BYTES) == 1.0
     assert selector.plan is plan
 
 
 def test_where_evidence_leaves_no_plan_the_one_that_fitted_goes_on() -> None:
-    measured = large(60)
-    selector = chosen(measured)
-    budget = between(measured, 0.4)
-    selector.begin(Profiles(measured), budget)
-    first = selector.first
-    assert first is not None
-    low = replace(first, predicted_peak_bytes=measured.floor_bytes + MIB)
+    selector, first, budget = begun(0.4)
+    low = replace(first, predicted_peak_bytes=FLOOR_BYTES + MIB)
     selector.first = low
     selector.correct(budget, budget)
     assert selector.running is low
@@ -246,11 +248,7 @@ def test_where_evidence_leaves_no_plan_the_one_that_fitted_goes_on() -> None:
 
 
 def test_evidence_that_leaves_no_plan_is_an_error_that_names_the_least() -> None:
-    measured = large(60)
-    selector = chosen(measured)
-    budget = between(measured, 0.4)
-    selector.begin(Profiles(measured), budget)
-    assert selector.first is not None
+    selector, _, budget = begun(0.4)
     with pytest.raises(BudgetError) as caught:
         selector.correct(3 * budget, budget)
     assert caught.value.least_bytes == selector.least_bytes()

@@ -330,7 +330,6 @@ def test_a_budget_near_the_one_that_was_kept_has_a_plan_of_its_own(
         assert session.step(batch(), loss).peak_bytes <= less
 
 
-@pytest.mark.usefixtures("whole_batches_are_fastest")
 def test_a_near_budget_that_holds_no_plan_is_refused_as_by_a_cold_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -347,6 +346,7 @@ def test_a_near_budget_that_holds_no_plan_is_refused_as_by_a_cold_session(
     assert warm.value.least_bytes == pytest.approx(least, abs=30_000_000)
 
 
+@pytest.mark.usefixtures("whole_batches_are_fastest")
 def test_a_near_budget_and_a_process_that_holds_more_take_one_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -173,8 +173,9 @@ def kept_peak_bytes(profile: Profile) -> int:
 def kept_parts_fit(profile: Profile, budget_bytes: int) -> bool:
     """Return whether micro-batches that take no longer than the whole batch fit as they are."""
     most_ms = (1 + RELATIVE_GAP) * profile.step_ms(profile.batch_size)
-    sizes = (size for size in micro_batch_sizes(profile) if profile.step_ms(size) <= most_ms)
-    return any(level_peak_bytes(profile, size, "keep") <= budget_bytes for size in sizes)
+    sizes = [size for size in micro_batch_sizes(profile) if profile.step_ms(size) <= most_ms]
+    ends = {sizes[0], sizes[-1]}  # only parts hold gradients meanwhile; the smallest hold least
+    return any(level_peak_bytes(profile, size, "keep") <= budget_bytes for size in ends)
 
 
 def level_peak_bytes(profile: Profile, examples: int, level: str) -> int:

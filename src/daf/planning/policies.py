@@ -93,7 +93,7 @@ def optimal(problem: Problem) -> Candidate | None:
     if found is not None and found.noise and not problem.profile.weights:
         most_ms, gap = (1 + UNMEASURED_GAIN) * found.objective, RELATIVE_GAP
         exact = Search(replace(problem, tolerance=0.0, most_ms=most_ms, relative_gap=gap)).run()
-        return (exact and replace(exact, bound_ms=found.bound_ms)) or found
+        return found if exact is None else replace(exact, bound_ms=found.bound_ms)
     return found or _if_it_fits(tightest(problem), problem)
 
 

@@ -16,7 +16,7 @@ from daf.step.microbatch import read_loss
 
 TOGETHER_MS, MOST_RUNS = 20.0, 8  # a step is timed twice; a very short one more often, until two
 AGREE = 0.03  # of its times differ by no more than this share
-LINEAR, LINEAR_MS = 0.05, 0.25  # so near a line is on it; short steps differ as much by themselves
+LINEAR, LINEAR_MS = 0.05, 0.25  # so near the line between two sizes' times is on it; or so few ms
 LONG_MS = 200.0  # one that takes so long once: it bears a disturbance, and the user waits
 # Maps a number of examples to the process's peak (bytes) in their step.
 Expectation = Callable[[int], float]

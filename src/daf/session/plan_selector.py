@@ -48,13 +48,12 @@ MORE_ROOM_BYTES = 4 * 2**20
 FEW_EXAMPLES_SHARE = 0.015
 THREAD_BYTES = 2 * 2**20
 # Where a cgroup's limit took library code from the process while it was measured: what comes back
-# once there is room (10 to 12 MB measured of 125), where so many pages had to be read again, those
-# included that were read while the program loaded.
+# with room (10 to 12 MB measured of 125), where many pages had to be read again, loading included.
 TAKEN_BYTES = 14 * 2**20
 TAKEN_PAGES = 256
 # Bytes that a background search may hold: 20 MB were measured for 1,000 sites.
 SEARCH_BYTES = 24 * 2**20
-SMALLEST_PEAK_BYTES = 4 * 2**20  # a smaller one is lost in the floor: no proportion to it
+SMALLEST_PEAK_BYTES = 4 * 2**20  # a smaller one is lost in the floor; shares of it mean nothing
 
 
 @dataclass(frozen=True, slots=True)
