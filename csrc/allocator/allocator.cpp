@@ -238,6 +238,8 @@ uint64_t trim(uint64_t bytes) { return state().heap.shed(bytes); }
 
 void drop_unwinding_tables() { dl_iterate_phdr(daf::drop_unwinding_tables, nullptr); }
 
+void drop_library_pages() { dl_iterate_phdr(daf::drop_library_pages, nullptr); }
+
 Account& account() { return state().account; }
 
 uint32_t intern_label(const std::string& text) {

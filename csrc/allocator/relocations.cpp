@@ -137,6 +137,24 @@ int drop_unwinding_tables(dl_phdr_info* info, size_t, void*) {
   return 0;
 }
 
+int drop_library_pages(dl_phdr_info* info, size_t, void*) {
+  const ElfW(Dyn)* entry = dynamic_section(*info);
+  for (; entry && entry->d_tag != DT_NULL; ++entry) {
+    if (entry->d_tag == DT_TEXTREL) return 0;  // the linker has written into these pages
+    if (entry->d_tag == DT_FLAGS && entry->d_un.d_val & DF_TEXTREL) return 0;
+  }
+  const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
+  for (int index = 0; index < info->dlpi_phnum; ++index) {
+    const ElfW(Phdr) & segment = info->dlpi_phdr[index];
+    if (segment.p_type != PT_LOAD || segment.p_flags & PF_W) continue;
+    const uintptr_t start = info->dlpi_addr + segment.p_vaddr;
+    const uintptr_t first = (start + page - 1) / page * page;
+    const uintptr_t last = (start + segment.p_filesz) / page * page;
+    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+  }
+  return 0;
+}
+
 void Relocations::apply(uint32_t which) { walk(which, 0); }
 
 void Relocations::restore(uint32_t which) { walk(0, which); }

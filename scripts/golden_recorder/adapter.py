@@ -14,12 +14,15 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import numpy as np
+import torch
 
 # Names by module: the newer one first. A module that the tree lacks is passed over.
 MODULES: Mapping[str, tuple[str, ...]] = {
@@ -274,6 +277,16 @@ def element_codes() -> SimpleNamespace:
     )
 
 
+def derivative_lines() -> Callable[[int], Any] | None:
+    """What a newer tree's derivative codes take in place of borders, of tanh, by bits."""
+    fit = getattr(TREE.module("tables"), "derivative_lines", None)
+    if fit is None:
+        return None
+    places = np.linspace(-4.0, 4.0, 2048)
+    slopes = 1.0 / np.cosh(places) ** 2
+    return lambda bits: torch.from_numpy(fit(places, (2**bits - 1) * slopes)).float()
+
+
 def _older_element_codes() -> SimpleNamespace:
     """The same where each kind has a class of its own."""
     mask = TREE.get("codecs", "MaskCode")
@@ -385,7 +398,6 @@ def digest(*parts: Any) -> str:
 
 
 def _bytes_of(part: Any) -> bytes:
-    import torch
 
     if not isinstance(part, torch.Tensor):
         return part if isinstance(part, bytes) else repr(steady(part)).encode()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from adapter import TREE, digest, element_codes, norms
+from adapter import TREE, derivative_lines, digest, element_codes, norms
 from torch import Tensor
 
 SIZES = (1, 255, 256, 257, 4097, 100_003)
@@ -169,9 +169,10 @@ def _masks() -> Iterator[tuple[str, Record]]:
 
 
 def _intervals() -> Iterator[tuple[str, Record]]:
-    codes = element_codes()
+    codes, fitted = element_codes(), derivative_lines()
+    kind = "derivative" if fitted is None else "derivative by lines"
     for bits in range(1, 9):
-        borders = torch.linspace(-3.0, 3.0, 2**bits - 1)
+        borders = torch.linspace(-3.0, 3.0, 2**bits - 1) if fitted is None else fitted(bits)
         levels = torch.linspace(-0.1, 1.1, 2**bits)
         for dtype in DTYPES:
             for count in SIZES:
@@ -179,7 +180,7 @@ def _intervals() -> Iterator[tuple[str, Record]]:
                 code = codes.intervals(store, x, bits, borders)
                 out = _decoded(lambda out, c=code, levels=levels: codes.read(c, out, levels), x)
                 found = {"code": digest(store.content()), "decoded": digest(out)}
-                yield f"derivative/{bits}/{dtype}/{count}", found
+                yield f"{kind}/{bits}/{dtype}/{count}", found
 
 
 def _integers() -> Iterator[tuple[str, Record]]:
