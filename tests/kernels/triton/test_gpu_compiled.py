@@ -33,7 +33,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
     **dict.fromkeys(("lines", "scale", "shift", "table", "levels", "factors"), "*fp32"),
     **dict.fromkeys(("worthless", "least", "greatest"), "*i32"),
-    **dict.fromkeys(("least_out", "greatest_out"), "*i32"),
+    **dict.fromkeys(("low_out", "high_out"), "*i32"),
     **dict.fromkeys(("sums", "squares"), "*fp64"),
     **dict.fromkeys(("low", "high", "off_value", "on_value", "most"), "fp32"),
     **dict.fromkeys(("gamma", "beta", "of_gradient", "of_value", "offset"), "*fp32"),

@@ -29,10 +29,8 @@ def chosen_instruction_set() -> str:
 @contextmanager
 def use_instruction_set(name: str) -> Iterator[None]:
     """Run this context's kernels (thread, task) with one set; KernelError if it is not here."""
-    if name not in instruction_sets():
-        raise KernelError(
-            f"asked for instruction set {name!r}, found {', '.join(instruction_sets())}"
-        )
+    if name not in (sets := instruction_sets()):
+        raise KernelError(f"asked for instruction set {name!r}, found {', '.join(sets)}")
     token = _forced_set.set(name)
     try:
         yield

@@ -12,23 +12,10 @@ from torch import Tensor
 
 from daf.core.code_format import BLOCK_ELEMENTS, block_count
 from daf.kernels import Codec
+from daf.kernels import normalisation as norms
 from daf.kernels.backend import PART_BYTES, Backend
-from daf.kernels.normalisation import (
-    CodedValues,
-    Decoding,
-    ElementCode,
-    Encoding,
-    Factors,
-    Geometry,
-    KeptValues,
-    MaskedGradient,
-    RowBackward,
-    RunningStatistics,
-    Statistics,
-    Sums,
-    Values,
-)
-from daf.kernels.triton import codecs, norms, reductions
+from daf.kernels.triton import codecs, reductions
+from daf.kernels.triton import norms as passes
 from daf.kernels.triton.launch import elements_in
 
 
@@ -36,49 +23,55 @@ class TritonBackend(Backend):
     """The backend of GPUs, on the current stream of the tensors' device."""
 
     measure_ranges = staticmethod(reductions.measure_ranges)
-    gradient_factors = staticmethod(norms.channel_factors)
+    gradient_factors = staticmethod(passes.channel_factors)
 
-    def encode_values(self, code: CodedValues, encoding: Encoding) -> bool:
+    def encode_values(self, code: norms.CodedValues, encoding: norms.Encoding) -> bool:
         """Measure, encode and write the output, by a kernel each; only the device knows of NaN."""
         source, channels, rows, output = encoding
         if rows is not None and channels is not None:
-            norms.measure_rows(_items(source), channels, rows.epsilon, centred=rows.centred)
+            passes.measure_rows(_items(source), channels, rows.epsilon, centred=rows.centred)
         codecs.encode_values(code, _items(source), channels)
         if output is not None:
             self.emit(encoding._replace(rows=None))
         return True
 
-    def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
+    def decode_values(self, code: norms.CodedValues, decoding: norms.Decoding) -> None:
         codecs.decode_values(code, decoding._replace(out=_items(decoding.out)))
 
-    def encode_elements(self, source: Tensor, planes: Any, code: ElementCode) -> bool | Tensor:
-        here = _there(code, source.device)
-        worthless = codecs.encode_elements(_signed(_items(source)), planes, here)
+    def encode_elements(self, items: Tensor, planes: Any, code: norms.ElementCode) -> bool | Tensor:
+        here = _there(code, items.device)
+        worthless = codecs.encode_elements(_signed(_items(items)), planes, here)
         return worthless if code.codec is Codec.DERIVATIVE else False
 
-    def decode_elements(self, planes: Any, out: Tensor, code: ElementCode) -> None:
+    def decode_elements(self, planes: Any, out: Tensor, code: norms.ElementCode) -> None:
         codecs.decode_elements(planes, _signed(_items(out)), _there(code, out.device))
 
     def channel_statistics(
-        self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
-    ) -> Statistics:
+        self,
+        x: Tensor,
+        geometry: norms.Geometry,
+        epsilon: float,
+        running: norms.RunningStatistics | None,
+    ) -> norms.Statistics:
         sums = reductions.measure_sums(_items(x), geometry.channels, geometry.inner)
-        return norms.channel_statistics(sums, geometry.per_channel, epsilon, running)
+        return passes.channel_statistics(sums, geometry.per_channel, epsilon, running)
 
-    def emit(self, encoding: Encoding) -> None:
+    def emit(self, encoding: norms.Encoding) -> None:
         source, forward, rows, output = encoding
         assert forward is not None
         assert output is not None
         if rows is not None:
-            norms.measure_rows(_items(source), forward, rows.epsilon, centred=rows.centred)
+            passes.measure_rows(_items(source), forward, rows.epsilon, centred=rows.centred)
         addend = None if output.addend is None else _items(output.addend)
-        norms.emit(_items(source), forward, output._replace(out=_items(output.out), addend=addend))
+        passes.emit(_items(source), forward, output._replace(out=_items(output.out), addend=addend))
 
-    def derive(self, values: KeptValues, decoding: Decoding) -> None:
+    def derive(self, values: norms.KeptValues, decoding: norms.Decoding) -> None:
         x, forward = values
-        norms.derive(_items(x), forward, decoding._replace(out=_items(decoding.out)))
+        passes.derive(_items(x), forward, decoding._replace(out=_items(decoding.out)))
 
-    def sum_gradient(self, values: Values, given: MaskedGradient, geometry: Geometry) -> Sums:
+    def sum_gradient(
+        self, values: norms.Values, given: norms.MaskedGradient, geometry: norms.Geometry
+    ) -> norms.Sums:
         gradient, mask, written = given
         items = _items(gradient)
         if mask is not None and written is not None:
@@ -86,41 +79,43 @@ class TritonBackend(Backend):
             items, mask = _items(written), None
         elif written is not None and written is not gradient:
             written.copy_(gradient)
-        sums = norms.ChannelProducts(items, geometry.channels, geometry.inner)
+        sums = passes.ChannelProducts(items, geometry.channels, geometry.inner)
         for part in self._parts(values, sums.span_blocks, items.device):
             sums.add(part, mask)
         return sums.totals()
 
-    def write_input_gradient(self, values: Values, given: MaskedGradient, factors: Factors) -> None:
+    def write_input_gradient(
+        self, values: norms.Values, given: norms.MaskedGradient, factors: norms.Factors
+    ) -> None:
         assert given.written is not None
         of_value, of_gradient = factors
         items, out, mask = _items(given.gradient), _items(given.written), given.mask
         for part in self._parts(values, 1, items.device):
-            norms.write_gradient(items, part, out, of_gradient.scale, of_value, mask=mask)
+            passes.write_gradient(items, part, out, of_gradient.scale, of_value, mask=mask)
 
-    def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:
+    def backward_rows(self, values: norms.Values, job: norms.RowBackward) -> norms.Sums | None:
         """Run two passes over the values: sums by rows and columns, then the input's gradient."""
         given = _items(job.gradient)
-        products = norms.RowProducts(job._replace(gradient=given))
+        products = passes.RowProducts(job._replace(gradient=given))
         self._add_rows(products, values, given.device)
         columns = products.columns()
         if job.written is not None:
             out, factors = _items(job.written), (job.scale, products.of_value)
             for part in self._parts(values, 1, given.device):
-                norms.write_gradient(given, part, out, *factors, gamma=job.gamma)
+                passes.write_gradient(given, part, out, *factors, gamma=job.gamma)
         return columns
 
-    def _add_rows(self, products: norms.RowProducts, values: Values, device: Any) -> None:
+    def _add_rows(self, products: passes.RowProducts, values: norms.Values, device: Any) -> None:
         """Add all parts; the last part's memory is free on return, for the second pass."""
         for part in self._parts(values, products.span_blocks, device):
             products.add(part)
 
     def _parts(
-        self, values: Values, span_blocks: int, device: torch.device
-    ) -> Iterator[norms.Values]:
-        if isinstance(values, KeptValues):
+        self, values: norms.Values, span_blocks: int, device: torch.device
+    ) -> Iterator[passes.Values]:
+        if isinstance(values, norms.KeptValues):
             whole = (0, block_count(values.x.numel()))
-            yield norms.Values(_items(values.x), whole, values.forward)
+            yield passes.Values(_items(values.x), whole, values.forward)
             return
         # They are decoded into memory that the next part reuses.
         count, blocks = values.elements, block_count(values.elements)
@@ -130,8 +125,8 @@ class TritonBackend(Backend):
         for first in range(0, blocks, step):
             here = (first, min(blocks, first + step))
             part = room[: elements_in(here, count)]
-            codecs.decode_values(values, Decoding(part, blocks=here))
-            yield norms.Values(part, here)
+            codecs.decode_values(values, norms.Decoding(part, blocks=here))
+            yield passes.Values(part, here)
 
 
 def _items(tensor: Tensor) -> Tensor:
@@ -139,7 +134,7 @@ def _items(tensor: Tensor) -> Tensor:
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def _there(code: ElementCode, device: torch.device) -> ElementCode:
+def _there(code: norms.ElementCode, device: torch.device) -> norms.ElementCode:
     return code if code.table is None else code._replace(table=_table_on(code.table, device))
 
 

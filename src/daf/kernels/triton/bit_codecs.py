@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from daf.kernels.triton import blocks as device
 from daf.kernels.triton.minmax import rounded_steps
@@ -9,7 +10,7 @@ from daf.kernels.triton.minmax import rounded_steps
 
 @triton.jit
 def encode_mask(
-    source, planes, low, high, count, TYPE: tl.constexpr, ABOVE: tl.constexpr, BLOCKS: tl.constexpr
+    source, planes, low, high, count, TYPE: constexpr, ABOVE: constexpr, BLOCKS: constexpr
 ):
     """Write one plane of ``x > low`` (ABOVE) or ``not (x <= low or x >= high)``."""
     blocks, place, valid, there = device.tile(count, BLOCKS)
@@ -22,9 +23,7 @@ def encode_mask(
 
 
 @triton.jit(do_not_specialize=["off_bits", "on_bits"])
-def decode_mask(
-    destination, planes, off_bits, on_bits, count, TYPE: tl.constexpr, BLOCKS: tl.constexpr
-):
+def decode_mask(destination, planes, off_bits, on_bits, count, TYPE: constexpr, BLOCKS: constexpr):
     """Write one of two values for each bit, given by their patterns: -0 stays -0."""
     blocks, place, valid, there = device.tile(count, BLOCKS)
     bits = device.load_plane(planes, 0, blocks, there, BLOCKS)
@@ -33,7 +32,7 @@ def decode_mask(
 
 
 @triton.jit
-def apply_mask(gradient, destination, planes, count, TYPE: tl.constexpr, BLOCKS: tl.constexpr):
+def apply_mask(gradient, destination, planes, count, TYPE: constexpr, BLOCKS: constexpr):
     """Write the gradient where the bit is set, +0 elsewhere; no decoded tensor is written."""
     blocks, place, valid, there = device.tile(count, BLOCKS)
     values = device.load_elements(gradient, place, valid, TYPE)
@@ -50,9 +49,9 @@ def encode_derivative(
     count,
     key_low,
     key_high,
-    TYPE: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TYPE: constexpr,
+    BITS: constexpr,
+    BLOCKS: constexpr,
 ):
     """Round the steps of each element's line; ``worthless``: one is not finite.
 
@@ -74,7 +73,7 @@ def encode_derivative(
 
 @triton.jit
 def decode_derivative(
-    destination, planes, levels, count, TYPE: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr
+    destination, planes, levels, count, TYPE: constexpr, BITS: constexpr, BLOCKS: constexpr
 ):
     """Write the level of every code."""
     blocks, place, valid, there = device.tile(count, BLOCKS)
@@ -84,7 +83,7 @@ def decode_derivative(
 
 @triton.jit(do_not_specialize=["base_low", "base_high"])
 def encode_integers(
-    source, planes, worthless, base_low, base_high, count, BITS: tl.constexpr, BLOCKS: tl.constexpr
+    source, planes, worthless, base_low, base_high, count, BITS: constexpr, BLOCKS: constexpr
 ):
     """Write planes of ``value - base`` modulo 2**64; ``worthless``: one needs more bits."""
     blocks, place, valid, there = device.tile(count, BLOCKS)
@@ -99,7 +98,7 @@ def encode_integers(
 
 @triton.jit(do_not_specialize=["base_low", "base_high"])
 def decode_integers(
-    destination, planes, base_low, base_high, count, BITS: tl.constexpr, BLOCKS: tl.constexpr
+    destination, planes, base_low, base_high, count, BITS: constexpr, BLOCKS: constexpr
 ):
     """Write ``code + base`` in the destination's own integers."""
     blocks, place, valid, there = device.tile(count, BLOCKS)

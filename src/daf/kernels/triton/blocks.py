@@ -6,6 +6,7 @@ that the compiler neither widens nor rounds. No library chooses the order of a f
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 BLOCK_ELEMENTS = tl.constexpr(256)
 BLOCK_WORDS = tl.constexpr(8)
@@ -18,7 +19,7 @@ NON_FINITE_HEADERS = tl.constexpr(0x7FC07FC0)
 
 
 @triton.jit
-def tile_blocks(BLOCKS: tl.constexpr):
+def tile_blocks(BLOCKS: constexpr):
     """Return (BLOCKS,) int64: this program's block numbers."""
     return tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
 
@@ -30,7 +31,7 @@ def tile_elements(blocks):
 
 
 @triton.jit
-def tile(count, BLOCKS: tl.constexpr):
+def tile(count, BLOCKS: constexpr):
     """Return blocks (BLOCKS,), elements (BLOCKS, 256), which elements exist, which blocks do."""
     blocks = tile_blocks(BLOCKS)
     valid, there = which_exist(blocks, count)
@@ -45,7 +46,7 @@ def which_exist(blocks, count):
 
 
 @triton.jit
-def load_elements(source, place, valid, TYPE: tl.constexpr):
+def load_elements(source, place, valid, TYPE: constexpr):
     """Load exact float32 of int32 (float32) or int16 patterns; +0 where not ``valid``."""
     bits = tl.load(source + place, mask=valid, other=0)
     if TYPE == FLOAT32:
@@ -58,7 +59,7 @@ def load_elements(source, place, valid, TYPE: tl.constexpr):
 
 
 @triton.jit
-def store_elements(destination, place, valid, values, TYPE: tl.constexpr):
+def store_elements(destination, place, valid, values, TYPE: constexpr):
     """Round to nearest even into the element type; NaN becomes the canonical one."""
     broken = values != values
     bits = values.to(tl.int32, bitcast=True)
@@ -131,7 +132,7 @@ def channel_affine(values, channel, affine):
 
 
 @triton.jit
-def load_values(source, blocks, valid, affine, TYPE: tl.constexpr):
+def load_values(source, blocks, valid, affine, TYPE: constexpr):
     """Load blocks and apply an affine, if there is one; +0 where not ``valid``."""
     values = load_elements(source, tile_elements(blocks), valid, TYPE)
     if affine is not None:
@@ -141,13 +142,13 @@ def load_values(source, blocks, valid, affine, TYPE: tl.constexpr):
 
 
 @triton.jit
-def halve(values, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
+def halve(values, BLOCKS: constexpr, WIDTH: constexpr):
     """Split (BLOCKS, WIDTH) into its two halves, (BLOCKS, WIDTH / 2) each."""
     return tl.split(tl.permute(tl.reshape(values, (BLOCKS, 2, WIDTH // 2)), (0, 2, 1)))
 
 
 @triton.jit
-def add_halves(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def add_halves(values, ROWS: constexpr, WIDTH: constexpr):
     """Add the two halves of each row of (ROWS, WIDTH): (ROWS, WIDTH / 2).
 
     A sum of two has one order. So the compiler may take the one from another lane's register, where
@@ -157,7 +158,7 @@ def add_halves(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def tree_sum(values, BLOCKS: tl.constexpr, FIRST: tl.constexpr = 0):
+def tree_sum(values, BLOCKS: constexpr, FIRST: constexpr = 0):
     """Sum (BLOCKS, 256 >> FIRST) to (BLOCKS,): strides 128 >> FIRST, … 1."""
     for level in tl.static_range(FIRST, 8):
         values = add_halves(values, BLOCKS, 256 >> level)
@@ -174,7 +175,7 @@ def hadamard_matrix():
 
 
 @triton.jit
-def hadamard(values, matrix, BLOCKS: tl.constexpr, NARROW: tl.constexpr):
+def hadamard(values, matrix, BLOCKS: constexpr, NARROW: constexpr):
     """Transform rows of (BLOCKS, 256) float32 integers: unnormalised Hadamard, natural order.
 
     ``matrix`` is ``hadamard_matrix``, the transform of 16. With a row as a square of 16, the
@@ -189,16 +190,14 @@ def hadamard(values, matrix, BLOCKS: tl.constexpr, NARROW: tl.constexpr):
     half = tl.permute(tl.reshape(tl.dot(matrix, columns), (16, BLOCKS, 16)), (1, 0, 2))
     half = tl.reshape(half, (BLOCKS * 16, 16))
     most = half.to(tl.float16)
-    whole = tl.dot(most, matrix)
+    full = tl.dot(most, matrix)
     if not NARROW:
-        whole = tl.dot((half - most.to(tl.float32)).to(tl.float16), matrix, acc=whole)
-    return tl.reshape(
-        tl.permute(tl.reshape(whole, (BLOCKS, 2, 8, 16)), (0, 2, 1, 3)), (BLOCKS, 256)
-    )
+        full = tl.dot((half - most.to(tl.float32)).to(tl.float16), matrix, acc=full)
+    return tl.reshape(tl.permute(tl.reshape(full, (BLOCKS, 2, 8, 16)), (0, 2, 1, 3)), (BLOCKS, 256))
 
 
 @triton.jit
-def prescale_of(values, BLOCKS: tl.constexpr):
+def prescale_of(values, BLOCKS: constexpr):
     """Return (BLOCKS,) each: a power of two to bring the block near 1, its inverse, all finite?"""
     patterns = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     greatest = tl.max(patterns, axis=1)
@@ -223,13 +222,13 @@ def word_place(planes, word, plane):
 
 
 @triton.jit
-def header_place(planes, block, BITS: tl.constexpr):
+def header_place(planes, block, BITS: constexpr):
     """Return where the header of a block lies, in words from the headers' start."""
     return block if planes.table is None else word_place(planes, block, BITS)
 
 
 @triton.jit
-def bit_words(bits, BLOCKS: tl.constexpr):
+def bit_words(bits, BLOCKS: constexpr):
     """Pack (BLOCKS, 256) booleans into (BLOCKS, 8) words: bit k of word w is element 32 w + k.
 
     The sum is a union: no two lanes share a bit. Triton's interpreter is slow at other reductions.
@@ -239,7 +238,7 @@ def bit_words(bits, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def word_bits(words, BLOCKS: tl.constexpr):
+def word_bits(words, BLOCKS: constexpr):
     """Unpack (BLOCKS, 8) words into (BLOCKS, 256) integers 0 or 1."""
     bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
     return tl.reshape(bits, (BLOCKS, BLOCK_ELEMENTS))
@@ -252,7 +251,7 @@ def tile_words(blocks):
 
 
 @triton.jit
-def store_words(planes, plane, blocks, there, words, BLOCKS: tl.constexpr):
+def store_words(planes, plane, blocks, there, words, BLOCKS: constexpr):
     """Write (BLOCKS, 8) words of one plane of a tile where ``there`` (BLOCKS,)."""
     word = tile_words(blocks)
     exists = tl.broadcast_to(there[:, None], (BLOCKS, BLOCK_WORDS))
@@ -261,13 +260,13 @@ def store_words(planes, plane, blocks, there, words, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def store_plane(planes, plane, blocks, there, bits, BLOCKS: tl.constexpr):
+def store_plane(planes, plane, blocks, there, bits, BLOCKS: constexpr):
     """Write one plane of a tile, (BLOCKS, 256) booleans, where ``there`` (BLOCKS,)."""
     store_words(planes, plane, blocks, there, bit_words(bits, BLOCKS), BLOCKS)
 
 
 @triton.jit
-def load_plane(planes, plane, blocks, there, BLOCKS: tl.constexpr):
+def load_plane(planes, plane, blocks, there, BLOCKS: constexpr):
     """Load (BLOCKS, 256) bits of one plane of a tile; 0 where not ``there`` (BLOCKS,)."""
     word = tile_words(blocks)
     exists = tl.broadcast_to(there[:, None], (BLOCKS, BLOCK_WORDS))
@@ -276,7 +275,7 @@ def load_plane(planes, plane, blocks, there, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def store_codes(planes, codes, blocks, there, BITS: tl.constexpr, BLOCKS: tl.constexpr):
+def store_codes(planes, codes, blocks, there, BITS: constexpr, BLOCKS: constexpr):
     """Write all planes of (BLOCKS, 256) codes."""
     for plane in tl.static_range(BITS):
         bits = (codes >> (BITS - 1 - plane)) & 1 != 0
@@ -284,7 +283,7 @@ def store_codes(planes, codes, blocks, there, BITS: tl.constexpr, BLOCKS: tl.con
 
 
 @triton.jit
-def load_codes(planes, blocks, there, ITEM: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr):
+def load_codes(planes, blocks, there, ITEM: constexpr, BITS: constexpr, BLOCKS: constexpr):
     """Load (BLOCKS, 256) codes, integers of type ITEM, from all planes."""
     codes = tl.zeros((BLOCKS, 256), ITEM)
     for plane in tl.static_range(BITS):
@@ -293,7 +292,7 @@ def load_codes(planes, blocks, there, ITEM: tl.constexpr, BITS: tl.constexpr, BL
 
 
 @triton.jit
-def masked(values, mask, blocks, there, BLOCKS: tl.constexpr):
+def masked(values, mask, blocks, there, BLOCKS: constexpr):
     """Return values whose bit is set, +0 elsewhere; all values without a mask."""
     if mask.region is not None:
         chosen = load_plane(mask, 0, blocks, there, BLOCKS)
@@ -312,7 +311,7 @@ def masked_at(values, mask, place, valid):
 
 
 @triton.jit
-def values_at(values, place, valid, first_value, affine, TYPE: tl.constexpr):
+def values_at(values, place, valid, first_value, affine, TYPE: constexpr):
     """Load values that begin with element ``first_value`` of the tensor, and apply an affine."""
     found = load_elements(values, place - first_value, valid, TYPE)
     if affine is not None:
@@ -329,9 +328,9 @@ def write_values(
     affine,
     mask,
     count,
-    TYPE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TYPE: constexpr,
+    ACCUMULATE: constexpr,
+    BLOCKS: constexpr,
 ):
     """Apply affine, accumulate, mask, round. ``destination`` begins with block ``first_block``."""
     written = tile_elements(blocks - first_block)
@@ -345,14 +344,14 @@ def write_values(
 
 
 @triton.jit
-def store_headers(planes, blocks, there, pair, BITS: tl.constexpr):
+def store_headers(planes, blocks, there, pair, BITS: constexpr):
     """Write (BLOCKS,) pairs of bf16 patterns, the first in the lower half."""
     place = header_place(planes, tl.where(there, blocks, 0), BITS)
     tl.store(planes.headers + place, pair, mask=there)
 
 
 @triton.jit
-def load_headers(planes, blocks, there, BITS: tl.constexpr):
+def load_headers(planes, blocks, there, BITS: constexpr):
     """Load both numbers, (BLOCKS,) float32 each, and whether both are finite."""
     place = header_place(planes, tl.where(there, blocks, 0), BITS)
     pair = tl.load(planes.headers + place, mask=there, other=0)

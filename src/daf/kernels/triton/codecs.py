@@ -140,16 +140,11 @@ def apply_mask(planes: DevicePlanes, gradient: Tensor, destination: Tensor) -> N
 
 
 def _encode(
-    kernel: Any,
-    source: Tensor,
-    planes: DevicePlanes,
-    key: int,
-    affine: Channels | None,
-    **options: Any,
+    kernel: Any, x: Tensor, planes: DevicePlanes, key: int, affine: Channels | None, **options: Any
 ) -> None:
     check_key(key)
     options |= {"affine": affine_of(affine), "BITS": planes.bits, **halves("key", key)}
-    _run(kernel, planes, {"source": source}, **options)
+    _run(kernel, planes, {"source": x}, **options)
 
 
 def _run(

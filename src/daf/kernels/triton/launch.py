@@ -151,8 +151,7 @@ def on_device(kernel: Any, grid: tuple[int, ...], warps: int = _WARPS, **argumen
     device = next(each.device for each in arguments.values() if isinstance(each, Tensor))
     if device.type == "cpu" and not isinstance(kernel, InterpretedFunction):
         raise KernelError("asked for a GPU kernel on tensors of the CPU; use daf.kernels.cpu")
-    chosen = nullcontext() if device.type == "cpu" else torch.cuda.device(device)
-    with chosen:
+    with nullcontext() if device.type == "cpu" else torch.cuda.device(device):
         kernel[grid](**arguments, enable_fp_fusion=False, num_warps=warps)
 
 
@@ -167,7 +166,5 @@ def levels_on(device: torch.device, bits: int, kept: int) -> tuple[Tensor, Tenso
     """Return (2, 16) levels of ``kept`` planes and of one less, (2,) factors; float32."""
     widths = (kept, max(kept - 1, 1))
     levels = np.stack([rotated_levels(bits, width) for width in widths]).astype(np.float32)
-    factors = [rotated_level_factor(bits, width) for width in widths]
-    return torch.from_numpy(levels).to(device), torch.tensor(
-        factors, dtype=torch.float32, device=device
-    )
+    factors = np.array([rotated_level_factor(bits, width) for width in widths], np.float32)
+    return torch.from_numpy(levels).to(device), torch.from_numpy(factors).to(device)

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from daf.kernels.triton import blocks as device
 from daf.kernels.triton.philox import dither
@@ -31,10 +32,10 @@ def encode_minmax(
     count,
     key_low,
     key_high,
-    TYPE: tl.constexpr,
-    BITS: tl.constexpr,
-    HAS_GRID: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TYPE: constexpr,
+    BITS: constexpr,
+    HAS_GRID: constexpr,
+    BLOCKS: constexpr,
 ):
     """Write every plane and the headers, rounding stochastically.
 
@@ -43,7 +44,7 @@ def encode_minmax(
     blocks, _, valid, there = device.tile(count, BLOCKS)
     values = device.load_values(source, blocks, valid, affine, TYPE)
     if HAS_GRID:
-        last: tl.constexpr = (1 << BITS) - 1
+        last: constexpr = (1 << BITS) - 1
         lowest = tl.min(tl.where(valid, values, float("inf")), axis=1)
         highest = tl.max(tl.where(valid, values, float("-inf")), axis=1)
         magnitude = tl.maximum(tl.abs(lowest), tl.abs(highest))
@@ -79,11 +80,11 @@ def decode_minmax(
     mask,
     count,
     first_block,
-    TYPE: tl.constexpr,
-    BITS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    HAS_GRID: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TYPE: constexpr,
+    BITS: constexpr,
+    ACCUMULATE: constexpr,
+    HAS_GRID: constexpr,
+    BLOCKS: constexpr,
 ):
     """Decode from ``first_block`` on (no grid: step numbers); affine, accumulate, mask, round."""
     blocks = first_block.to(tl.int64) + device.tile_blocks(BLOCKS)
@@ -99,11 +100,9 @@ def decode_minmax(
 
 
 @triton.jit
-def rounded_steps(
-    position, valid, blocks, key_low, key_high, BITS: tl.constexpr, BLOCKS: tl.constexpr
-):
+def rounded_steps(position, valid, blocks, key_low, key_high, BITS: constexpr, BLOCKS: constexpr):
     """Return the codes of numbers of steps, rounding stochastically; 0 where not ``valid``."""
-    last: tl.constexpr = (1 << BITS) - 1
+    last: constexpr = (1 << BITS) - 1
     position = tl.where(position > 0.0, position, 0.0)
     position = tl.where(position < last * 1.0, position, last * 1.0)
     position += dither(key_low, key_high, blocks, BLOCKS)

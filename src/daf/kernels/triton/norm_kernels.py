@@ -5,6 +5,7 @@ Normalised values lie in float32 from element ``first_value`` on, or are ``affin
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from daf.kernels.triton import blocks as device
 from daf.kernels.triton.reduction_kernels import as_double, canonical, sum_lanes
@@ -20,8 +21,8 @@ def emit(
     result,
     most,
     count,
-    TYPE: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TYPE: constexpr,
+    BLOCKS: constexpr,
 ):
     """Normalise; gamma and beta, addend, ReLU up to ``most`` (NaN: none), its mask."""
     blocks, place, valid, there = device.tile(count, BLOCKS)
@@ -49,9 +50,9 @@ def derive(
     result,
     count,
     first_block,
-    TYPE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TYPE: constexpr,
+    ACCUMULATE: constexpr,
+    BLOCKS: constexpr,
 ):
     """Write ``emit``'s result again, in blocks from ``first_block``: affines, accumulate, mask."""
     blocks = first_block.to(tl.int64) + device.tile_blocks(BLOCKS)
@@ -75,9 +76,9 @@ def write_gradient(
     first_block,
     first_value,
     gamma_channels,
-    TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TYPE: constexpr,
+    VALUE_TYPE: constexpr,
+    BLOCKS: constexpr,
 ):
     """Do ``norms.write_gradient`` in blocks from ``first_block``, perhaps in place."""
     blocks = first_block.to(tl.int64) + device.tile_blocks(BLOCKS)
@@ -111,7 +112,7 @@ def channel_statistics(
     bessel,
     kept,
     channels,
-    COLUMNS: tl.constexpr,
+    COLUMNS: constexpr,
 ):
     """Write (channels,) float32 each, from float64 sums of ``count``; running ones keep ``kept``.
 
@@ -149,7 +150,7 @@ def channel_factors(
     bias,
     count,
     channels,
-    COLUMNS: tl.constexpr,
+    COLUMNS: constexpr,
 ):
     """Write backward's second factors and gradients of gamma and beta, (channels,) float32 each."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -179,9 +180,9 @@ def row_affines(
     rows,
     length,
     epsilon,
-    TYPE: tl.constexpr,
-    CENTRED: tl.constexpr,
-    ROWS: tl.constexpr,
+    TYPE: constexpr,
+    CENTRED: constexpr,
+    ROWS: constexpr,
 ):
     """Write the rows' affines, (rows,) float32, by sixteen lanes; ``epsilon``: a float64's bits."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -221,10 +222,10 @@ def row_factors(
     first_row,
     first_value,
     length,
-    TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
-    CENTRED: tl.constexpr,
-    ROWS: tl.constexpr,
+    TYPE: constexpr,
+    VALUE_TYPE: constexpr,
+    CENTRED: constexpr,
+    ROWS: constexpr,
 ):
     """Write backward's factors, (rows,) float32, from sums of g and of g * values of rows."""
     row = first_row.to(tl.int64) + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -265,10 +266,10 @@ def column_span_sums(
     first_span,
     first_value,
     length,
-    TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
-    SPAN_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TYPE: constexpr,
+    VALUE_TYPE: constexpr,
+    SPAN_ROWS: constexpr,
+    COLUMNS: constexpr,
 ):
     """Sum gradient, and its product with values, over SPAN_ROWS rows in order: (spans, length)."""
     span = first_span.to(tl.int64) + tl.program_id(0)
@@ -292,7 +293,7 @@ def column_span_sums(
 
 
 @triton.jit
-def add_spans(span_sums, out, spans, length, COLUMNS: tl.constexpr):
+def add_spans(span_sums, out, spans, length, COLUMNS: constexpr):
     """Sum (spans, length) float32 to (length,) float64, one span after the other."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float64)

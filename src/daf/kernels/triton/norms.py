@@ -13,19 +13,8 @@ from torch import Tensor
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.core.errors import KernelError
 from daf.kernels import ROWS_PER_SPAN
+from daf.kernels import normalisation as norms
 from daf.kernels.cpu.checks import check_row_length
-from daf.kernels.normalisation import (
-    Channels,
-    Decoding,
-    Factors,
-    Geometry,
-    NormOutput,
-    RowBackward,
-    RunningStatistics,
-    Statistics,
-    Sums,
-    VectorGradients,
-)
 from daf.kernels.triton import norm_kernels as device
 from daf.kernels.triton.launch import (
     affine_of,
@@ -48,7 +37,7 @@ class Values(NamedTuple):
 
     content: Tensor
     blocks: tuple[int, int]
-    affine: Channels | None = None
+    affine: norms.Channels | None = None
 
     def part(self, count: int) -> tuple[int, int]:
         """Return the (first, last) elements of the blocks, of a tensor of ``count``."""
@@ -66,15 +55,11 @@ class Values(NamedTuple):
         """Return the kernels' arguments."""
         first, last = self.part(count) if self.affine is None else (0, count)
         content, kind = patterns(self.content, last - first)
-        return {
-            "values": content,
-            "first_value": first,
-            "VALUE_TYPE": kind,
-            "affine": affine_of(self.affine),
-        }
+        places = {"values": content, "first_value": first}
+        return places | {"VALUE_TYPE": kind, "affine": affine_of(self.affine)}
 
 
-def emit(source: Tensor, forward: Channels, output: NormOutput) -> None:
+def emit(source: Tensor, forward: norms.Channels, output: norms.NormOutput) -> None:
     """Write ``output`` of the values ``forward`` of the source."""
     count, addend, most = source.numel(), output.addend, output.most
     elements, kind = patterns(source, count)
@@ -92,7 +77,7 @@ def emit(source: Tensor, forward: Channels, output: NormOutput) -> None:
     )
 
 
-def derive(source: Tensor, forward: Channels, decoding: Decoding) -> None:
+def derive(source: Tensor, forward: norms.Channels, decoding: norms.Decoding) -> None:
     """Write ``emit``'s result again, of ``blocks`` or all; accumulate, then apply its mask."""
     out, result, mask, accumulate, blocks = decoding
     count = source.numel()
@@ -130,7 +115,7 @@ def write_gradient(
     values: Values,
     destination: Tensor,
     of_gradient: Tensor,
-    of_value: Channels,
+    of_value: norms.Channels,
     *,
     mask: DevicePlanes | None = None,
     gamma: Tensor | None = None,
@@ -160,11 +145,11 @@ def write_gradient(
 
 
 def channel_statistics(
-    sums: Sums, count: int, epsilon: float, followed: RunningStatistics | None
-) -> Statistics:
+    sums: norms.Sums, count: int, epsilon: float, followed: norms.RunningStatistics | None
+) -> norms.Statistics:
     """Return the statistics of sums and sums of squares; ``followed`` follow in place."""
     channels = sums.sums.numel()
-    found = Statistics(*_vectors(2, sums))
+    found = norms.Statistics(*_vectors(2, sums))
     running, variance, momentum = followed or (None, None, 0.0)
     on_device(
         device.channel_statistics,
@@ -186,12 +171,12 @@ def channel_statistics(
 
 
 def channel_factors(
-    sums: Sums,
-    geometry: Geometry,
+    sums: norms.Sums,
+    geometry: norms.Geometry,
     inverse_deviation: Tensor,
     gamma: Tensor | None,
-    gradients: VectorGradients,
-) -> Factors:
+    gradients: norms.VectorGradients,
+) -> norms.Factors:
     """Return the factors of ``write_gradient``; write gradients of gamma and beta."""
     channels, inner, _ = geometry
     of_value, offset, of_gradient = _vectors(3, sums)
@@ -210,10 +195,10 @@ def channel_factors(
         channels=channels,
         COLUMNS=_COLUMNS,
     )
-    return Channels(of_value, offset, inner), Channels(of_gradient, of_gradient, inner)
+    return norms.Channels(of_value, offset, inner), norms.Channels(of_gradient, of_gradient, inner)
 
 
-def measure_rows(source: Tensor, affine: Channels, epsilon: float, *, centred: bool) -> None:
+def measure_rows(source: Tensor, affine: norms.Channels, epsilon: float, *, centred: bool) -> None:
     """Write the affine that normalises rows of ``affine.inner`` elements."""
     elements, kind = patterns(source, source.numel())
     rows = _row_count(source, affine.inner)
@@ -240,7 +225,7 @@ class RowProducts:
     The job's tensors are flat. Once all values are added, ``of_value`` is ``write_gradient``'s.
     """
 
-    def __init__(self, job: RowBackward) -> None:
+    def __init__(self, job: norms.RowBackward) -> None:
         rows, found = _row_count(job.gradient, job.length), job.scale.numel()
         if rows != found:
             raise KernelError(f"asked to go back through {rows} rows by {found} scales")
@@ -248,7 +233,7 @@ class RowProducts:
         self.span_blocks = job.length  # a span has as many rows as a block has elements
         factors: dict[str, Any] = {"dtype": torch.float32, "device": job.gradient.device}
         scales, shifts = torch.empty(2, rows, **factors).unbind()
-        self.of_value = Channels(scales, shifts, job.length)
+        self.of_value = norms.Channels(scales, shifts, job.length)
         shape = (2, -(-rows // ROWS_PER_SPAN), job.length)
         self._spans = torch.empty(shape, **factors) if job.summing else None
 
@@ -284,7 +269,7 @@ class RowProducts:
                 COLUMNS=_COLUMNS,
             )
 
-    def columns(self) -> Sums | None:
+    def columns(self) -> norms.Sums | None:
         """Return sums along the rows, (length,) each; None unless summing."""
         if self._spans is None:
             return None
@@ -300,10 +285,10 @@ class RowProducts:
                 length=length,
                 COLUMNS=_COLUMNS,
             )
-        return Sums(*torch.where(out.isnan(), math.nan, out))
+        return norms.Sums(*torch.where(out.isnan(), math.nan, out))
 
 
-def _vectors(number: int, sums: Sums) -> tuple[Tensor, ...]:
+def _vectors(number: int, sums: norms.Sums) -> tuple[Tensor, ...]:
     shape, device = (number, sums.sums.numel()), sums.sums.device
     return torch.empty(shape, dtype=torch.float32, device=device).unbind()
 

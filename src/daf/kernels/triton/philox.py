@@ -2,10 +2,11 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 
 @triton.jit
-def philox_words(key_low, key_high, blocks, calls, STREAM: tl.constexpr):
+def philox_words(key_low, key_high, blocks, calls, STREAM: constexpr):
     """Return four (BLOCKS, CALLS) uint32 words of counters (block, call, stream).
 
     ``blocks`` (BLOCKS,) int64, ``calls`` (CALLS,) int32; the key's halves are int32 patterns.
@@ -30,7 +31,7 @@ def philox_words(key_low, key_high, blocks, calls, STREAM: tl.constexpr):
 
 
 @triton.jit
-def sign_words(key_low, key_high, blocks, TURN: tl.constexpr, BLOCKS: tl.constexpr):
+def sign_words(key_low, key_high, blocks, TURN: constexpr, BLOCKS: constexpr):
     """Return (BLOCKS, 8) int32: bits that are set where round TURN of the rotation negates."""
     calls = tl.arange(0, 2) + 2 * TURN
     word0, word1, word2, word3 = philox_words(key_low, key_high, blocks, calls, 0)
@@ -39,7 +40,7 @@ def sign_words(key_low, key_high, blocks, TURN: tl.constexpr, BLOCKS: tl.constex
 
 
 @triton.jit
-def spread_signs(words, BLOCKS: tl.constexpr):
+def spread_signs(words, BLOCKS: constexpr):
     """Return (BLOCKS, 256) int32, of which bit 31 is set where the element is negated."""
     lane = tl.arange(0, 32)
     upwards = 31 - (lane // 2 + 16 * (lane % 2))
@@ -53,7 +54,7 @@ def flip_signs(values, signs):
 
 
 @triton.jit
-def dither(key_low, key_high, blocks, BLOCKS: tl.constexpr):
+def dither(key_low, key_high, blocks, BLOCKS: constexpr):
     """Return (BLOCKS, 256) numbers in [1, 2): 1 + the uniform offset of stochastic rounding."""
     word0, word1, word2, word3 = philox_words(key_low, key_high, blocks, tl.arange(0, 16), 1)
     quads = tl.join(tl.join(word0, word2), tl.join(word1, word3))  # block, call, bit 1, bit 0

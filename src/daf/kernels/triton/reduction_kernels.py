@@ -7,6 +7,7 @@ A tile is ROWS elements of each of COLUMNS channels. Element j of channel c is n
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from daf.kernels.triton.blocks import NAN_BITS, halve, load_elements, masked_at, values_at
 
@@ -34,11 +35,11 @@ def reduce_ranges(
     rows,
     channels,
     inner,
-    TYPE: tl.constexpr,
-    STRATEGY: tl.constexpr,
-    STEPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TYPE: constexpr,
+    STRATEGY: constexpr,
+    STEPS: constexpr,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
 ):
     """Reduce STEPS tiles to their least and greatest key.
 
@@ -78,26 +79,19 @@ def reduce_ranges(
 
 
 @triton.jit
-def _write_ends(least_out, greatest_out, channel, low, high, channels):
+def _write_ends(low_out, high_out, channel, low, high, channels):
     """Write the patterns of the channels' ends: NaN for both if one was met."""
     empty = low > high
     broken = ((low < _NEGATIVE_INFINITE_KEY) | (high > _INFINITE_KEY)) & (empty == 0)
     low_bits = tl.where(empty, 0x7F800000, tl.where(broken, NAN_BITS, _turn(low)))
     high_bits = tl.where(empty, -0x800000, tl.where(broken, NAN_BITS, _turn(high)))
-    tl.store(least_out + channel, low_bits, mask=channel < channels)
-    tl.store(greatest_out + channel, high_bits, mask=channel < channels)
+    tl.store(low_out + channel, low_bits, mask=channel < channels)
+    tl.store(high_out + channel, high_bits, mask=channel < channels)
 
 
 @triton.jit
 def finish_ranges(
-    least,
-    greatest,
-    least_out,
-    greatest_out,
-    partials,
-    channels,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    least, greatest, low_out, high_out, partials, channels, ROWS: constexpr, COLUMNS: constexpr
 ):
     """Fold (partials, channels) least keys and complements of greatest ones, and write patterns."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -106,20 +100,12 @@ def finish_ranges(
     place = row[:, None] * channels + channel[None, :]
     low = tl.min(tl.load(least + place, mask=valid, other=GREATEST_KEY), axis=0)
     high = ~tl.min(tl.load(greatest + place, mask=valid, other=GREATEST_KEY), axis=0)
-    _write_ends(least_out, greatest_out, channel, low, high, channels)
+    _write_ends(low_out, high_out, channel, low, high, channels)
 
 
 @triton.jit
 def _products(
-    source,
-    values,
-    mask,
-    affine,
-    place,
-    valid,
-    first_value,
-    TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
+    source, values, mask, affine, place, valid, first, TYPE: constexpr, VALUE_TYPE: constexpr
 ):
     """Return masked elements in float64, and their products with values, or their squares."""
     found = load_elements(source, place, valid, TYPE)
@@ -127,7 +113,7 @@ def _products(
     if values is None:
         other = found
     else:
-        other = values_at(values, place, valid, first_value, affine, VALUE_TYPE)
+        other = values_at(values, place, valid, first, affine, VALUE_TYPE)
     wide = found.to(tl.float64)
     return wide, tl.where(valid, wide * other.to(tl.float64), 0.0)
 
@@ -144,9 +130,9 @@ def channel_span_sums(
     count,
     first_span,
     first_value,
-    TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TYPE: constexpr,
+    VALUE_TYPE: constexpr,
+    COLUMNS: constexpr,
 ):
     """Sum COLUMNS channels in one span, and their products, into rows of (spans, channels).
 
@@ -195,10 +181,10 @@ def side_by_side_sums(
     count,
     first_span,
     first_value,
-    TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
-    SPANS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TYPE: constexpr,
+    VALUE_TYPE: constexpr,
+    SPANS: constexpr,
+    COLUMNS: constexpr,
 ):
     """Do ``channel_span_sums`` where ``inner`` is 1 and each channel has one of sixteen lanes."""
     channels = sides.channels
@@ -225,9 +211,7 @@ def side_by_side_sums(
 
 
 @triton.jit
-def fold_halves(
-    rows, out, channels, WIDTH: tl.constexpr, LEVELS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def fold_halves(rows, out, channels, WIDTH: constexpr, LEVELS: constexpr, COLUMNS: constexpr):
     """Fold (2, WIDTH, channels) float64 to (2, channels), adding the latter half LEVELS times."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     kind = tl.program_id(1).to(tl.int64)
@@ -252,13 +236,13 @@ def as_double(bits):
 
 
 @triton.jit
-def _halves(values, SPANS: tl.constexpr, WIDTH: tl.constexpr):
+def _halves(values, SPANS: constexpr, WIDTH: constexpr):
     low, high = halve(values, SPANS, WIDTH)
     return low + high
 
 
 @triton.jit
-def sum_lanes(lanes, SPANS: tl.constexpr):
+def sum_lanes(lanes, SPANS: constexpr):
     """Sum (SPANS, 16) to (SPANS,): strides 8, 4, 2, 1."""
     sums = _halves(_halves(_halves(lanes, SPANS, 16), SPANS, 8), SPANS, 4)
     return tl.reshape(_halves(sums, SPANS, 2), (SPANS,))

@@ -96,8 +96,8 @@ def _finish(keys: _Pair, ends: _Pair) -> None:
         (-(-channels // columns),),
         least=keys[0],
         greatest=keys[1],
-        least_out=ends[0],
-        greatest_out=ends[1],
+        low_out=ends[0],
+        high_out=ends[1],
         partials=partials,
         channels=channels,
         ROWS=_power_of_two(partials),
@@ -131,24 +131,22 @@ class SpanSums:
         channels, inner, rows = self._channels, self._inner, self.rows
         first, count = spans[0], spans[1] - spans[0]
         span = span_elements(channels)
-        arguments: dict[str, Any] = {"source": self._elements, "count": self._count, "mask": mask}
-        arguments |= {"sums": rows[0], "products": rows[1], "first_span": first}
-        arguments |= {"TYPE": self._kind, "VALUE_TYPE": self._kind, **values}
+        given: dict[str, Any] = {"source": self._elements, "count": self._count, "mask": mask}
+        given |= {"sums": rows[0], "products": rows[1], "first_span": first}
+        given |= {"TYPE": self._kind, "VALUE_TYPE": self._kind, **values}
         if inner == 1 and channels % _LANES == 0:
             # A channel's elements then have one of sixteen lanes.
             columns = min(_power_of_two(channels), _MOST_COLUMNS)
             sides = SideBySide(channels, span, count, -(-span // channels))
             grid: tuple[int, ...] = (-(-count // _SPANS), -(-channels // columns))
-            arguments |= {"sides": sides, "SPANS": _SPANS, "COLUMNS": columns}
-            on_device(reduction_kernels.side_by_side_sums, grid, **arguments)
+            given |= {"sides": sides, "SPANS": _SPANS, "COLUMNS": columns}
+            on_device(reduction_kernels.side_by_side_sums, grid, **given)
             return
         period, tiles = channels * inner, -(-channels // _CHANNELS)
         periods, groups = (span - 1) // period + 2, (min(inner, span) + 14) // 16 + 1
         runs = Runs(channels, inner, period, span, periods, groups, tiles, _CHANNELS * inner)
         grid = (count * tiles,)
-        on_device(
-            reduction_kernels.channel_span_sums, grid, **arguments, runs=runs, COLUMNS=_CHANNELS
-        )
+        on_device(reduction_kernels.channel_span_sums, grid, **given, runs=runs, COLUMNS=_CHANNELS)
 
     def totals(self) -> Sums:
         """Fold both kinds of the spans' sums to (channels,) each, by halving strides."""

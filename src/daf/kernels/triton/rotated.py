@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from daf.kernels.triton import blocks as device
 from daf.kernels.triton.philox import flip_signs, sign_words, spread_signs
@@ -20,7 +21,7 @@ _UNUSUAL = tl.constexpr(-1)
 
 
 @triton.jit
-def _spread(centred, BLOCKS: tl.constexpr):
+def _spread(centred, BLOCKS: constexpr):
     """Return the energies of blocks around their mean, and which are peaked, (BLOCKS,) each."""
     fours = device.add_halves(device.add_halves(centred * centred, BLOCKS, 256), BLOCKS, 128)
     energy = device.tree_sum(fours, BLOCKS, FIRST=2)
@@ -29,7 +30,7 @@ def _spread(centred, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _centre(values, valid, real_count, prescale, unscale, BLOCKS: tl.constexpr):
+def _centre(values, valid, real_count, prescale, unscale, BLOCKS: constexpr):
     """Return blocks around their rounded mean; the mean's bf16 pattern; energy; who is peaked."""
     scaled = values * prescale[:, None]
     average = tl.math.div_rn(device.tree_sum(scaled, BLOCKS), real_count)
@@ -46,7 +47,7 @@ def _is_ordinary(energy):
 
 
 @triton.jit
-def _centre_any(values, valid, real_count, BLOCKS: tl.constexpr):
+def _centre_any(values, valid, real_count, BLOCKS: constexpr):
     """Do the same, prescaled if the energy asks for it.
 
     Also return the prescale's inverse, whether all are finite, and that these blocks are coded.
@@ -62,7 +63,7 @@ def _centre_any(values, valid, real_count, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _centre_usual(values, real_count, BLOCKS: tl.constexpr):
+def _centre_usual(values, real_count, BLOCKS: constexpr):
     """Do the same for whole blocks of an ordinary energy that are not peaked; lastly, which are.
 
     Their elements are finite: the energy would not be.
@@ -88,7 +89,7 @@ def _between_rounds(values, signs):
 
 
 @triton.jit
-def _words_of_turn(words, turn, TURNS: tl.constexpr, BLOCKS: tl.constexpr):
+def _words_of_turn(words, turn, TURNS: constexpr, BLOCKS: constexpr):
     """Return (BLOCKS, 8) of (TURNS * BLOCKS, 8)."""
     if TURNS > 1:
         own = tl.arange(0, TURNS)[:, None, None] == turn
@@ -97,7 +98,7 @@ def _words_of_turn(words, turn, TURNS: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _transform_again(values, matrix, blocks, peaked, key_low, key_high, BLOCKS: tl.constexpr):
+def _transform_again(values, matrix, blocks, peaked, key_low, key_high, BLOCKS: constexpr):
     if tl.max(peaked.to(tl.int32), axis=0) != 0:
         words = sign_words(key_low, key_high, blocks, 1, BLOCKS)
         again = _between_rounds(values, spread_signs(words, BLOCKS))
@@ -107,25 +108,25 @@ def _transform_again(values, matrix, blocks, peaked, key_low, key_high, BLOCKS: 
 
 
 @triton.jit
-def _choose2(table, bit, FIRST: tl.constexpr, STEP: tl.constexpr):
+def _choose2(table, bit, FIRST: constexpr, STEP: constexpr):
     """Return an entry by a bit: a gather would bring its own order of lanes."""
     return tl.where(bit, tl.load(table + FIRST + STEP), tl.load(table + FIRST))
 
 
 @triton.jit
-def _choose4(table, bit1, bit0, FIRST: tl.constexpr, STEP: tl.constexpr):
+def _choose4(table, bit1, bit0, FIRST: constexpr, STEP: constexpr):
     upper = _choose2(table, bit0, FIRST + 2 * STEP, STEP)
     return tl.where(bit1, upper, _choose2(table, bit0, FIRST, STEP))
 
 
 @triton.jit
-def _choose8(table, bit2, bit1, bit0, FIRST: tl.constexpr, STEP: tl.constexpr):
+def _choose8(table, bit2, bit1, bit0, FIRST: constexpr, STEP: constexpr):
     upper = _choose4(table, bit1, bit0, FIRST + 4 * STEP, STEP)
     return tl.where(bit2, upper, _choose4(table, bit1, bit0, FIRST, STEP))
 
 
 @triton.jit
-def _find_cells(rotated, table, BITS: tl.constexpr):
+def _find_cells(rotated, table, BITS: constexpr):
     """Return each number's code, its most significant bit at weight 8, and its level's product.
 
     Cells lie symmetrically, so magnitudes decide; of negative numbers, lower bits are inverted.
@@ -152,7 +153,7 @@ def _find_cells(rotated, table, BITS: tl.constexpr):
 
 
 @triton.jit
-def _sum_products(products, BLOCKS: tl.constexpr):
+def _sum_products(products, BLOCKS: constexpr):
     """Sum (BLOCKS, 256) integers as int32: of sixteen, Cauchy's bound is less than 2**24."""
     sixteens = tl.sum(tl.reshape(products, (BLOCKS, 16, 16)), axis=2)
     return tl.sum(sixteens.to(tl.int32), axis=1)
@@ -170,10 +171,10 @@ def _encode(
     key_low,
     key_high,
     full_runs,
-    BITS: tl.constexpr,
-    KEPT: tl.constexpr,
-    WHICH: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    BITS: constexpr,
+    KEPT: constexpr,
+    WHICH: constexpr,
+    BLOCKS: constexpr,
 ):
     """Write blocks, given around their mean, where ``there``; mark those that are not ``usual``."""
     centred, mean, energy, peaked, unscale, finite, usual = centre
@@ -214,12 +215,12 @@ def encode_rotated(
     key_low,
     key_high,
     full_runs,
-    TYPE: tl.constexpr,
-    BITS: tl.constexpr,
-    KEPT: tl.constexpr,
-    WHICH: tl.constexpr,
-    TURNS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TYPE: constexpr,
+    BITS: constexpr,
+    KEPT: constexpr,
+    WHICH: constexpr,
+    TURNS: constexpr,
+    BLOCKS: constexpr,
 ):
     """Write the headers and the planes that each run has.
 
@@ -262,7 +263,7 @@ def encode_rotated(
 
 
 @triton.jit
-def _decode_level(planes, levels, blocks, there, full, KEPT: tl.constexpr, BLOCKS: tl.constexpr):
+def _decode_level(planes, levels, blocks, there, full, KEPT: constexpr, BLOCKS: constexpr):
     """Return (BLOCKS, 256) float32: levels by the planes that each run has."""
     if KEPT == 1:
         signs = device.load_plane(planes, 0, blocks, there, BLOCKS)
@@ -290,11 +291,11 @@ def decode_rotated(
     key_low,
     key_high,
     full_runs,
-    TYPE: tl.constexpr,
-    BITS: tl.constexpr,
-    KEPT: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TYPE: constexpr,
+    BITS: constexpr,
+    KEPT: constexpr,
+    ACCUMULATE: constexpr,
+    BLOCKS: constexpr,
 ):
     """Decode every run from the planes it has: the first KEPT, or one less after ``full_runs``.
 
