@@ -268,7 +268,7 @@ def _channel_norm(x: Tensor, inner: int, masked: bool, treatment: Any = None) ->
     output = passes.NormOutput(out, result, addend, mask, most)
     values = _forwarded(passes, store, x, forward, output, treatment)
     if mask is not None:
-        mask.seal()
+        mask.planes.seal()
     flat = torch.as_strided(x, (x.numel(),), (1,))
     computed = passes.ComputedValues(lambda: x, x.numel(), forward)
     found = {"statistics": digest(*statistics, *moving), "result": digest(out)}

@@ -15,20 +15,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
-def takes_settings(*, of_plan: bool = False) -> Callable[[Command], Command]:
+def takes_settings(command: Command, *, of_plan: bool = False) -> Command:
     """Declare the settings (``of_plan``: those of a plan) as options of ``command(**asked)``."""
-
-    def declare(command: Command) -> Command:
-        own = inspect.signature(command, eval_str=True).parameters.values()
-        parameters = [
-            *_settings(of_plan=of_plan),
-            *(each for each in own if each.kind is not Parameter.VAR_KEYWORD),
-        ]
-        named = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in parameters]
-        command.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
-        return command
-
-    return declare
+    given = inspect.signature(command, eval_str=True).parameters.values()
+    own = (each for each in given if each.kind is not Parameter.VAR_KEYWORD)
+    named = (each.replace(kind=Parameter.KEYWORD_ONLY) for each in own)
+    parameters = [*_settings(of_plan=of_plan), *named]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
 
 
 def _settings(*, of_plan: bool) -> Iterator[Parameter]:

@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ USUAL_DATA = inspect.signature(TrainSettings).parameters["data"].default
 _INPUTS = "daf.training.config_json:RandomInputs"
 
 
-@options.takes_settings(of_plan=True)
+@partial(options.takes_settings, of_plan=True)
 def plan_command(as_json: options.Json = False, **asked: Any) -> None:
     """Measure a few small steps of MODEL on DATA and say how it would train within --budget.
 

@@ -28,7 +28,7 @@ Resume = Annotated[
 ]
 
 
-@options.takes_settings()
+@options.takes_settings
 def train_command(
     ctx: typer.Context,
     out: Out = None,

@@ -105,12 +105,8 @@ class ElementsCode(_Code):
 
     @classmethod
     def unwritten_mask(cls, store: Any, count: int) -> ElementsCode:
-        """Allocate a mask of ``count`` elements; the caller fills ``planes``, then seals it."""
+        """Allocate a mask of ``count`` elements; the caller fills and seals ``planes``."""
         return cls(count, _planes(store, count, 1), normalisation.ElementCode(Codec.MASK))
-
-    def seal(self) -> None:
-        """End the writing of an unwritten mask."""
-        self.planes.seal()
 
     def decode(self, out: Tensor, **read: Any) -> None:
         """Write a dense tensor of the encoded element count; ``read``: fields of ElementCode."""
@@ -161,11 +157,9 @@ class ValueCode(_Code, Values):
         count = tensor.numel()
         # Those of ``rotated`` codes after the first are evictable unless the code stays whole.
         stays = treatment.method is Method.MINMAX or treatment.whole
-        bits, minimum_bits = treatment.bits, None if stays else 1
-        importance = None if stays else plane_importance(count, bits, weight)
-        planes = store.allocate_planes(
-            count, bits, minimum_bits=minimum_bits, importance=importance, tag=tag
-        )
+        bits, least = treatment.bits, None if stays else 1
+        worth = None if stays else plane_importance(count, bits, weight)
+        planes = store.allocate_planes(count, bits, minimum_bits=least, importance=worth, tag=tag)
         self._hold(count, planes, treatment, key)
         with self.planes.filling() as filled, opened(output) as written:
             encoding = normalisation.Encoding(tensor, channels, rows, written)
@@ -173,12 +167,10 @@ class ValueCode(_Code, Values):
         self.planes.seal()
 
     @classmethod
-    def packed_elsewhere(
-        cls, planes: Any, tensor: Tensor, treatment: Treatment, key: int
-    ) -> ValueCode:
+    def packed_elsewhere(cls, planes: Any, x: Tensor, treatment: Treatment, key: int) -> ValueCode:
         """Return the code of a dense tensor whose planes the host packs."""
         code = cls.__new__(cls)
-        code._hold(tensor.numel(), planes, treatment, key)
+        code._hold(x.numel(), planes, treatment, key)
         return code
 
     def _hold(self, count: int, planes: Any, treatment: Treatment, key: int) -> None:

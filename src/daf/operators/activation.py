@@ -198,7 +198,7 @@ class ActivationOperator(FusedOperator):
         call = context.fuse(FusedSmooth, (x,), holder, forward)
         assert call.held.recipe is not None
         context.learn(call, (call.held.recipe[0]._replace(derivation=derivation),))
-        context.learn_function(call, derivation)
+        context.state.provenance.learn_function(call.result, derivation)
         self._ran[site] = derivation, treatment
         return context.settle(call, derives=derivation)
 

@@ -20,7 +20,7 @@ from daf.operators.fusion_table import CallSite
 from daf.operators.stand_ins import StandIns
 from daf.saved_tensors.ledger import Holding, Plain, Unmade
 from daf.saved_tensors.observation import Save, Watcher
-from daf.saved_tensors.packed_tensor import Derivation, Kept, Recipe, SavedTensor, Stored
+from daf.saved_tensors.packed_tensor import Kept, Recipe, SavedTensor, Stored
 from daf.saved_tensors.packer import check_sound, kept_holding
 from daf.saved_tensors.sites import SiteRecord
 from daf.saved_tensors.state import SavedTensorState
@@ -141,10 +141,6 @@ class OperatorContext:
         if recipe is not None:
             self.state.provenance.learn(call.result, call.held)
 
-    def learn_function(self, call: FusedCall[Any], function: Derivation) -> None:
-        """Note that the result is ``function`` of the operator's input."""
-        self.state.provenance.learn_function(call.result, function)
-
 
 class InputHolder:
     """Holds an operator's input ``x`` by the policy, in the ledger.
@@ -219,17 +215,10 @@ class InputHolder:
     ) -> Stored[ValueCode]:
         """Code ``channels`` of the input; ``written`` is the result to write meanwhile."""
         record, context = self.record, self._context
-        code = context.state.coder.values(
-            x.detach(),
-            record.treatment,
-            record.code_key(context.key),
-            channels,
-            weight=context.policy.weight(record.site),
-            tag=record.name_hash,
-            output=written,
-            rows=rows,
-        )
-        return self.stored(code)
+        weight, key = context.policy.weight(record.site), record.code_key(context.key)
+        options = {"weight": weight, "tag": record.name_hash, "output": written, "rows": rows}
+        coder = context.state.coder
+        return self.stored(coder.values(x.detach(), record.treatment, key, channels, **options))
 
     def new_mask(self, x: Tensor) -> ElementsCode:
         """Allocate a mask of a tensor, where its code goes."""

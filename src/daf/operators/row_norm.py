@@ -93,10 +93,8 @@ class RowsHeld(NormSave):
         x = None
         if needs[0]:
             x = gradient if owned else self.layout.empty()
-        summing = needs[1] or needs[2]
-        job = RowBackward(
-            self._length, self._centred, gradient, x, self.gamma, self._scale, summing
-        )
+        summed = needs[1] or needs[2]
+        job = RowBackward(self._length, self._centred, gradient, x, self.gamma, self._scale, summed)
         with reading(self.read_values()) as (values, _):
             sums = backend_of(gradient).backward_rows(values, job)
         if sums is None:

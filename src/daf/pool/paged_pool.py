@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, Unpack
 
@@ -45,10 +45,9 @@ class PlaneTensor:
             raise KernelError("asked to write into a sealed tensor; allocate another one")
         return self._open_view
 
-    @contextmanager
-    def filling(self) -> Iterator[PlaneView]:
+    def filling(self) -> AbstractContextManager[PlaneView]:
         """Yield where to write."""
-        yield self.view
+        return nullcontext(self.view)
 
     @property
     def nbytes(self) -> int:

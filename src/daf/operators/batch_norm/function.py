@@ -129,7 +129,7 @@ def run_forward(
     written = norms.NormOutput(out, result, addend, mask, math.inf if most is None else most)
     source = holder.normalise(norm.x, norm.statistics.forward(norm.geometry.inner), written)
     if mask is not None:
-        mask.seal()
+        mask.planes.seal()
     counted = [holder.stored(part) if part is not None else None for part in (mask, result)]
     statistics = holder.count(sum(vector.nbytes for vector in norm.statistics))
     return out, NormHeld(norm, source, counted[0], counted[1], statistics)

@@ -65,12 +65,8 @@ def is_plain_addition(
     if operator not in ADDITIONS or keywords or len(arguments) != 2:
         return False
     first, second = arguments
-    return (
-        isinstance(first, Tensor)
-        and isinstance(second, Tensor)
-        and first.shape == second.shape
-        and first.dtype == second.dtype
-    )
+    are_tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
+    return are_tensors and (first.shape, first.dtype) == (second.shape, second.dtype)
 
 
 @dataclass(eq=False)

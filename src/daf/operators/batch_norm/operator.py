@@ -172,10 +172,8 @@ class BatchNormOperator(FusedOperator):
         mask_bytes = 0 if call.held.mask is None else call.held.mask.nbytes
         mask = () if rectifier is None else (self._note_mask(rectifier, mask_bytes, call.result),)
         record.held_bytes -= mask_bytes
-        function = self._learn(call, addend, rectifier)
-        return context.settle(
-            call, mask, is_over=is_over, beside_bytes=mask_bytes, derives=function
-        )
+        derived = self._learn(call, addend, rectifier)
+        return context.settle(call, mask, is_over=is_over, beside_bytes=mask_bytes, derives=derived)
 
     def _note_mask(self, rectifier: Rectifier, mask_bytes: int, result: Tensor) -> Plain:
         """Report the mask at the ReLU's site; return what plain PyTorch would hold there."""
@@ -203,7 +201,7 @@ class BatchNormOperator(FusedOperator):
         elif addend is None:
             bounds = 0.0, rectifier.most
             function = Derivation(lambda tensor: tensor.clamp_(*bounds))
-            context.learn_function(call, function)
+            context.state.provenance.learn_function(call.result, function)
             if held.code is None:  # a code's error hides which bound was passed
                 recipe = (term._replace(derivation=function),)
         context.learn(call, recipe)

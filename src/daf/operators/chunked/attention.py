@@ -133,10 +133,8 @@ class ChunkedAttention(torch.autograd.Function):
                 run = partial(ctx.kind.result, kept=kept, mask=mask)
                 found = differentiable_gradients(run, saved[:3], needs, gradient)
                 return (*found, None, None, None)
-            found = tuple(
-                torch.empty_like(each) if needed else None
-                for each, needed in zip(saved, needs, strict=False)
-            )
+            pairs = zip(saved, needs, strict=False)
+            found = tuple(torch.empty_like(each) if needed else None for each, needed in pairs)
             for first, last in _chunks(saved[3], ctx.chunk_bytes):
                 part = _part(saved, first, last)
                 shares = ctx.kind.backward(gradient[first:last], part, needs)
@@ -261,7 +259,5 @@ def _has_mask(call: AttentionCall) -> bool:
         and not mask.requires_grad
         and 2 <= mask.dim() <= 4
         and mask.numel() > 0
-        and all(
-            size in (1, all_) for size, all_ in zip(mask.shape[::-1], shape[::-1], strict=False)
-        )
+        and all(size in (1, own) for size, own in zip(mask.shape[::-1], shape[::-1], strict=False))
     )
