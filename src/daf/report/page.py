@@ -48,11 +48,9 @@ def document(heading: str, body: Markup) -> str:
         element("title", heading),
         element("style", Markup(style)),
     )
-    script = element("script", Markup((files / "page.js").read_text("utf-8")))
+    code = element("script", Markup((files / "page.js").read_text("utf-8")))
     skip = element("a", "Skip to the report", class_="skip", href="#report")
-    return "<!doctype html>\n" + element(
-        "html", head, element("body", skip, body, script), lang="en"
-    )
+    return "<!doctype html>\n" + element("html", head, element("body", skip, body, code), lang="en")
 
 
 def comparison(runs: Sequence[Run]) -> Markup:
@@ -106,13 +104,11 @@ def _tiles(run: Run) -> Markup:
     error = run.prediction_error
     if error is not None:
         size = format_bytes(summary["predicted_peak_bytes"])
-        cells.append(
-            (size, f"predicted before the first step: {100 * error:+.1f} % off, above the floor")
-        )
+        words = f"predicted before the first step: {100 * error:+.1f} % off, above the floor"
+        cells.append((size, words))
     if run.saved_ratio is not None:
-        words = (
-            f"of what plain PyTorch saves for backward: {format_bytes(summary['saved_bytes_peak'])}"
-        )
+        size = format_bytes(summary["saved_bytes_peak"])
+        words = f"of what plain PyTorch saves for backward: {size}"
         cells.append((f"1/{run.saved_ratio:.1f}", words))
     if summary["step_ms_median"] is not None:
         rate = f"a step, median; {number(summary['examples_per_s'])} examples a second"
@@ -149,10 +145,7 @@ def _facts(summary: Record) -> str:
     named: dict[str, Any] = {
         "data": f"{kind} ({place.rpartition('/')[2]})" if place else kind,
         "batch": summary["batch_size"],
-        "steps": summary["steps"],
-        "optimizer": summary["optimizer"],
-        "seed": summary["seed"],
-        "threads": summary["threads"],
+        **{name: summary[name] for name in ("steps", "optimizer", "seed", "threads")},
     }
     versions = [f"{name} {version}" for name, version in (summary["versions"] or {}).items()]
     listed = [f"{name} {value}" for name, value in named.items() if value is not None]
@@ -232,9 +225,8 @@ def _plan_words(run: Run) -> Markup:
     if not lines:
         return joined(reason, replayed)
     summary = element("summary", f"The planner's {len(lines)} choices")
-    return joined(
-        reason, replayed, element("details", summary, element("ul", *lines, class_="findings"))
-    )
+    choices = element("details", summary, element("ul", *lines, class_="findings"))
+    return joined(reason, replayed, choices)
 
 
 def _left_alone(run: Run) -> Markup:

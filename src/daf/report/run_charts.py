@@ -49,9 +49,8 @@ def memory_charts(run: Run) -> list[LineChart]:
     memory = run.memory
     if not memory.points:
         return []
-    series = [
-        Series(f"memory of {run.whose_memory}", thinned(memory.points, max), "memory", filled=True)
-    ]
+    name = f"memory of {run.whose_memory}"
+    series = [Series(name, thinned(memory.points, max), "memory", filled=True)]
     levels = levels_of(run.summary)
     if memory.budget_moved:  # peaks under earlier budgets do not compare with the last budget
         series += _budget_series(memory.budgets, memory.points[-1][0])
@@ -103,9 +102,8 @@ def waterfall(run: Run) -> list[Bar]:
     for name, nbytes in account.items():
         if name != "predicted_peak":
             kind = "floor" if name == "floor" else "term"
-            bars.append(
-                Bar(ACCOUNT_TERMS.get(name, name.replace("_", " ")), kind, level, level + nbytes)
-            )
+            words = ACCOUNT_TERMS.get(name, name.replace("_", " "))
+            bars.append(Bar(words, kind, level, level + nbytes))
             level += nbytes
     predicted = run.summary["predicted_peak_bytes"]
     if predicted:
@@ -198,22 +196,16 @@ def curve(run: Run, key: str, style: str, name: str | None = None) -> list[Serie
 
 def memory_of_all(runs: Sequence[Run]) -> list[LineChart]:
     """Return memory over time, a line for each run with samples; empty if there is none."""
-    series = [
-        Series(run.name, thinned(run.memory.points, max), style)
-        for run, style in _styled(runs)
-        if run.memory.points
-    ]
+    sampled = [each for each in _styled(runs) if each[0].memory.points]
+    series = [Series(run.name, thinned(run.memory.points, max), style) for run, style in sampled]
     return [LineChart("Memory over time", "seconds", "MB", series)] if series else []
 
 
 def losses_of_all(runs: Sequence[Run]) -> list[LineChart]:
     """Return training losses, a line for each run of two steps or more; empty if there is none."""
-    series = [
-        each
-        for run, style in _styled(runs)
-        if len(run.steps) > 1
-        for each in curve(run, "loss", style, run.name)[-1:]
-    ]
+    trained = [each for each in _styled(runs) if len(each[0].steps) > 1]
+    curves = [curve(run, "loss", style, run.name)[-1:] for run, style in trained]
+    series = [line for lines in curves for line in lines]
     return [LineChart("Training loss", "step", "loss", series, low=None)] if series else []
 
 

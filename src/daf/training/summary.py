@@ -97,14 +97,12 @@ def _expected_noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
     by_site = expected_noise(profile, plan.policy, plan.micro_batch)
     if not by_site:
         return None
-    treatments = {
-        each.site: plan.policy.treatment(each.need, each.site) for each in profile.savings
-    }
+    treated = {each.site: plan.policy.treatment(each.need, each.site) for each in profile.savings}
     rows = [
         {
             "site": str(site),
-            "method": treatments[site].method.value,
-            "bits": treatments[site].bits,
+            "method": treated[site].method.value,
+            "bits": treated[site].bits,
             "added_noise": noise,
             "weight": profile.weight(site),
         }
