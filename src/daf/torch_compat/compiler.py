@@ -65,9 +65,11 @@ def as_the_user_wants() -> Iterator[None]:
                 torch.compiler.set_stance("force_eager")
 
 
-def _set(then: Any) -> None:
+def _set(stance: Any) -> None:
     torch.compiler.set_stance(
-        then.stance, skip_guard_eval_unsafe=then.skip_guard_eval_unsafe, force_backend=then.backend
+        stance.stance,
+        skip_guard_eval_unsafe=stance.skip_guard_eval_unsafe,
+        force_backend=stance.backend,
     )
 
 
