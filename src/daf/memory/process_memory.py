@@ -73,13 +73,8 @@ def mapped_bytes() -> int:
 
 
 def drop_code() -> None:
-    """Give back libraries' code and constants, in some ms; what is used again is read again.
-
-    Not under a debugger, which may have written breakpoints there.
-    """
-    with suppress(OSError):
-        if b"TracerPid:\t0\n" in _STATUS.read_bytes():
-            allocator.drop_library_pages()
+    """Give back libraries' code and constants, in some ms; what is used again is read again."""
+    allocator.drop_library_pages()
 
 
 def peak_is_exact() -> bool:
