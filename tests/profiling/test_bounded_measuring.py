@@ -77,7 +77,7 @@ def test_a_batch_that_is_not_cut_is_measured_whole_before_it_is_refused() -> Non
     optimizer.zero_grad()
     gc.collect()
     glibc.return_free_memory()
-    budget = process_memory.resident_bytes() + int(1.75 * TILE_BYTES)
+    budget = settled_bytes() + int(1.75 * TILE_BYTES)
     with daf.Session(model, optimizer, budget, tolerance=0) as session:
         report = session.step(batch, in_tiles)
         assert session.split_refusal
@@ -95,7 +95,7 @@ def test_a_batch_that_is_not_cut_and_fits_as_it_is_is_not_measured_whole() -> No
         return in_tiles(model, batch)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    budget = process_memory.resident_bytes() + 16 * TILE_BYTES
+    budget = settled_bytes() + 16 * TILE_BYTES
     with daf.Session(model, optimizer, budget, tolerance=0) as session:
         session.step(batch, counted)
     assert sizes.count(ROWS) == 1
@@ -126,7 +126,7 @@ def test_a_batch_that_surely_fits_is_measured_whole_only_if_it_grows_unevenly(
     optimizer.zero_grad()
     gc.collect()
     glibc.return_free_memory()
-    budget = process_memory.resident_bytes() + 110 * 2**20  # plain: 140 and more
+    budget = settled_bytes() + 110 * 2**20  # plain: 140 and more
     with daf.Session(model, optimizer, budget, operators="pytorch") as session:
         session.step(batch, loss_of)
         assert session.split_refusal

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from daf._native import allocator as native
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from settled import settled_bytes
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -46,7 +47,7 @@ def tight(room_bytes: int = 50_000_000) -> int:
     """Of a budget that holds 4,096 rows only in parts."""
     gc.collect()
     glibc.return_free_memory()
-    return process_memory.resident_bytes() + room_bytes
+    return settled_bytes() + room_bytes
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
