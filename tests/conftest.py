@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 os.environ["DAF_CACHE"] = ""  # no test begins with what another one measured
 
@@ -21,15 +19,11 @@ from simulated_memory import SimulatedDevice, SimulatedMemory
 
 from daf.codecs.layout import Layout
 from daf.core.profile import Profile
-from daf.memory import process_memory
 from daf.memory.device_memory import DeviceMemory
-from daf.memory.process_limit import CODE_BYTES
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.saved_tensors import packer
 
 write_entry_points()
-
-MADV_POPULATE_READ = 22  # since Linux 5.14
 
 
 def poisoned_empty(layout: Layout) -> Tensor:
@@ -58,39 +52,6 @@ def earlier_objects_frozen() -> None:
     millions, and each of the tests' many collections would take most of a second."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def first_steps_are_over() -> None:
-    """What only the first steps of a process read is nothing that a test's budget begins with."""
-    images = torch.randn(16, 3, 32, 32)
-    steps = (
-        nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3)),
-        nn.Sequential(nn.Flatten(1, 2), nn.TransformerEncoderLayer(32, 4, 64), nn.GELU()),
-    )
-    for step in steps:
-        step(images).square().mean().backward()
-
-
-@cache
-def largest_code() -> tuple[int, int]:
-    """Where the most code of one library lies: its first address, and the one behind the last."""
-    with Path("/proc/self/maps").open() as maps:
-        found = [line.split()[0].split("-") for line in maps if " r-xp " in line]
-    return max(((int(a, 16), int(b, 16)) for a, b in found), key=lambda each: each[1] - each[0])
-
-
-@pytest.fixture(autouse=True)
-def as_much_code_is_mapped_as_sessions_expect() -> None:
-    """A session gives the rest back, which would be room in a budget of what is resident now."""
-    if not Path("/proc/self/maps").exists():
-        return
-    if process_memory.mapped_bytes() > CODE_BYTES:
-        process_memory.drop_code()
-    (at, end), madvise = largest_code(), ctypes.CDLL(None).madvise
-    while process_memory.mapped_bytes() < CODE_BYTES and at < end:
-        madvise(ctypes.c_void_p(at), ctypes.c_size_t(min(2**22, end - at)), MADV_POPULATE_READ)
-        at += 2**22
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from daf._native import allocator as native
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from settled import settled_bytes
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -47,7 +46,7 @@ def tight(room_bytes: int = 50_000_000) -> int:
     """Of a budget that holds 4,096 rows only in parts."""
     gc.collect()
     glibc.return_free_memory()
-    return settled_bytes() + room_bytes
+    return process_memory.resident_bytes() + room_bytes
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -138,7 +137,6 @@ def test_what_was_accumulated_survives_a_refusal() -> None:
     with Session(model, sgd(model), None) as session:
         session.backward(rows(64), mean)
         held = gradients(model)
-        process_memory.drop_code()  # or what a session gives back of it would be room
         session.budget = process_memory.resident_bytes() + 2_000_000
         with pytest.raises(BudgetError) as raised:
             session.backward(batch, mean)

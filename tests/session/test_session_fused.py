@@ -6,6 +6,7 @@ import gc
 import math
 from collections import Counter
 from copy import deepcopy
+from functools import cache
 
 import planned
 import pytest
@@ -17,6 +18,7 @@ from daf.core.plan import Plan
 from daf.core.policy import Reading
 from daf.core.profile import Profiles
 from daf.core.step_report import StepReport
+from daf.memory import process_memory
 from daf.memory.glibc import return_free_memory
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.planning import planner
@@ -58,8 +60,9 @@ def return_what_earlier_tests_held() -> None:
     return_free_memory()
 
 
+@cache
 def least_and_kept_bytes() -> tuple[int, int]:
-    """The least budget of the process as it is now, and the one that keeps everything."""
+    """Above what the process holds: the least budget, and the one that keeps everything."""
     return_what_earlier_tests_held()
     model = network()
     with Session(model, sgd(model), "8GB", sensitivity=False) as session:
@@ -67,14 +70,14 @@ def least_and_kept_bytes() -> tuple[int, int]:
         assert session.profile is not None
         kept, least = planner.kept_peak_bytes(session.profile), session.least_feasible_bytes()
     assert least is not None
-    return least, kept
+    return least - session.profile.floor_bytes, kept - session.profile.floor_bytes
 
 
 def prepared(share: float) -> Session:
     """With a budget at a share of the way from the least one to keeping everything."""
     least, kept = least_and_kept_bytes()
     return_what_earlier_tests_held()
-    budget = int(least + share * (kept - least))
+    budget = process_memory.resident_bytes() + int(least + share * (kept - least))
     model = network()
     fresh = Session(model, sgd(model), budget, sensitivity=False)
     fresh.prepare(images(), cross_entropy)

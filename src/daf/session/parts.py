@@ -204,10 +204,6 @@ class SessionReadings(Uncopied):
         """The highest peak predicted of a plan; None before ``prepare``."""
         return self._plan_controller.predicted_peak_bytes
 
-    def include_loading(self) -> None:
-        """Count what was held before this session, too: ``prepare`` then takes no lower budget."""
-        self._plan_controller.selector.loaded_bytes = self._runner.counters.loading_peak_bytes
-
     @property
     def profile(self) -> Profile | None:
         """What was measured before planning; None before ``prepare`` or without a budget."""

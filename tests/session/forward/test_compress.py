@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 import daf
 from daf.core.errors import BudgetError, ClosedSessionError
 from daf.memory import glibc, process_memory
-from daf.memory.process_limit import CODE_BYTES
 from daf.session.forward.compress import BudgetedForward
 
 WIDTH, ROWS = 1024, 2048
@@ -107,8 +106,6 @@ def compared(
 ) -> BudgetedForward:
     """Train under a budget and plainly; the same losses and weights must result."""
     plain, budget = copy.deepcopy(model), roomy(TIGHT if is_tight else AMPLE)
-    if is_tight:  # whatever code is mapped now, a session leaves room for so much
-        budget += min(0, CODE_BYTES - process_memory.mapped_bytes())
     batches = functools.partial(rows, count=count)
 
     def forward(inputs: Tensor) -> Tensor:
