@@ -398,7 +398,6 @@ def digest(*parts: Any) -> str:
 
 
 def _bytes_of(part: Any) -> bytes:
-
     if not isinstance(part, torch.Tensor):
         return part if isinstance(part, bytes) else repr(steady(part)).encode()
     flat = part.detach().contiguous().view(-1)

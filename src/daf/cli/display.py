@@ -100,8 +100,9 @@ class LiveDisplay(LineDisplay):
         epoch = f"step {record.step}/{self._total_steps} · epoch {record.epoch}"
         grid.add_row("progress", steps, epoch)
         budget = record.report.budget_bytes or self._budget_bytes
-        whole = budget or record.report.peak_bytes
-        bar = ProgressBar(whole, record.resident_bytes, width=_BAR_WIDTH)
+        bar = ProgressBar(
+            budget or record.report.peak_bytes, record.resident_bytes, width=_BAR_WIDTH
+        )
         grid.add_row("memory", bar, _memory_text(record, budget))
         grid.add_row("training", _progress_text(record))
         return grid

@@ -47,9 +47,10 @@ def report_command(
         except (OSError, ValueError) as error:
             raise RunFolderError(f"cannot draw into {png}: {error}; name another --png") from error
     if as_json:
-        told = [{"name": e.name, **e.summary, "problems": list(e.problems)} for e in found]
         report = {
-            "runs": told,
+            "runs": [
+                {"name": run.name, **run.summary, "problems": list(run.problems)} for run in found
+            ],
             "findings": findings(found),
             "page": None if written is None else str(written),
             "picture": None if png is None else str(png),

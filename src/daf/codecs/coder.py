@@ -20,7 +20,12 @@ class Host(Protocol):
         """Return a store for ``bits`` planes of ``count`` elements; None if there is no room."""
 
     def values(
-        self, x: Tensor, treatment: Treatment, key: int, channels: Channels | None, **options: Any
+        self,
+        tensor: Tensor,
+        treatment: Treatment,
+        key: int,
+        channels: Channels | None,
+        **options: Any,
     ) -> ValueCode | None:
         """Encode a dense tensor's floats, on the device or the processor; None: no room."""
 
@@ -46,15 +51,20 @@ class Coder:
         return ElementsCode.unwritten_mask(self._place(tensor, 1, on_host), tensor.numel())
 
     def values(
-        self, x: Tensor, treatment: Treatment, key: int, channels: Channels | None, **options: Any
+        self,
+        tensor: Tensor,
+        treatment: Treatment,
+        key: int,
+        channels: Channels | None,
+        **options: Any,
     ) -> ValueCode:
         """Encode a dense tensor's floats; arguments and options are those of :class:`ValueCode`."""
-        arguments = (x, treatment, key, channels)
-        if treatment.on_host and self._host is not None and is_coded_on_device(x):
+        arguments = (tensor, treatment, key, channels)
+        if treatment.on_host and self._host is not None and is_coded_on_device(tensor):
             found = self._host.values(*arguments, **options)
             if found is not None:
                 return found
-        return ValueCode(self._place(x, treatment.bits, False), *arguments, **options)
+        return ValueCode(self._place(tensor, treatment.bits, False), *arguments, **options)
 
     def registered(self, tensor: Tensor, treatment: Treatment, key: int) -> RegisteredCode | None:
         """Encode by a registered codec; None: the tensor is kept as it is."""

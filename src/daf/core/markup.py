@@ -30,9 +30,11 @@ def element(tag: str, *children: str, **attributes: str | float | None) -> Marku
     return Markup(f"<{tag}{written}>{joined(*children)}</{tag}>")
 
 
-def joined(*parts: str) -> Markup:
-    """Return the parts concatenated, escaped where they are not markup."""
-    return Markup("".join(each if isinstance(each, Markup) else _escaped(each) for each in parts))
+def joined(*children: str) -> Markup:
+    """Return the children concatenated, escaped where they are not markup."""
+    return Markup(
+        "".join(each if isinstance(each, Markup) else _escaped(each) for each in children)
+    )
 
 
 def quiet(text: str) -> Markup:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from daf.core.markup import Markup
-from daf.core.notebook import card, facts, folded, memory_bar, optional_bytes, parts_of
+from daf.core.notebook import card, facts, folded, memory_bar, parts_of
 from daf.core.policy import Policy
+from daf.core.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,11 @@ class Plan:
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the account of the peak as a bar, and the choices."""
         step = f"{self.predicted_step_ms:.1f} ms" if self.predicted_step_ms else None
+        peak = format_bytes(self.predicted_peak_bytes) if self.predicted_peak_bytes else None
         known = {
             "policy": self.policy.name,
             "micro-batch": self.micro_batch,
-            "predicted peak": optional_bytes(self.predicted_peak_bytes or None),
+            "predicted peak": peak,
             "predicted step": step,
             "noise added by codes": f"{self.added_noise:.2%} of the batch's own",
             "why": self.reason or None,

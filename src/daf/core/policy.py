@@ -79,18 +79,20 @@ class Treatment:
 KEEP, RECOMPUTE = Treatment(Method.KEEP), Treatment(Method.RECOMPUTE)
 
 # What backward's need of a tensor allows to hold in its place, beside SPILL, which gives every bit.
-_VALUES = frozenset({Method.KEEP, Method.ROTATED, Method.MINMAX, Method.RANGED, Method.REGISTERED})
+_VALUE_METHODS = frozenset(
+    {Method.KEEP, Method.ROTATED, Method.MINMAX, Method.RANGED, Method.REGISTERED}
+)
 SOUND: Mapping[Need, frozenset[Method]] = {
-    Need.LINEAR: _VALUES | {Method.REDERIVE},
-    Need.NORM: _VALUES,
-    Need.PRODUCT: _VALUES,
-    Need.SCORE: _VALUES,
-    Need.PROBABILITY: _VALUES,
+    Need.LINEAR: _VALUE_METHODS | {Method.REDERIVE},
+    Need.NORM: _VALUE_METHODS,
+    Need.PRODUCT: _VALUE_METHODS,
+    Need.SCORE: _VALUE_METHODS,
+    Need.PROBABILITY: _VALUE_METHODS,
     Need.SMOOTH: frozenset({Method.KEEP, Method.DERIVATIVE}),
     Need.SIGN: frozenset({Method.KEEP, Method.MASK}),
     Need.TWO_VALUED: frozenset({Method.KEEP, Method.MASK}),
     Need.INTEGER: frozenset({Method.KEEP, Method.PACK}),
-    Need.INPUT: _VALUES,
+    Need.INPUT: _VALUE_METHODS,
     Need.SHAPE: frozenset({Method.KEEP, Method.DROP}),
     Need.EXACT: frozenset({Method.KEEP}),
 }
@@ -239,8 +241,11 @@ def coded_policy(bits: int, *, score_bits: int = SCORE_BITS) -> Policy:
 def ranged_policy(bits: int, ranges: str) -> Policy:
     """Return ``coded_policy`` with min-max codes of the ``ranges`` "tensor" or "channel"."""
 
-    def ranged(each: Treatment) -> Treatment:
-        return Treatment(Method.RANGED, each.bits, ranges == "channel") if each.is_code else each
+    def ranged(treatment: Treatment) -> Treatment:
+        by_channel = ranges == "channel"
+        return (
+            Treatment(Method.RANGED, treatment.bits, by_channel) if treatment.is_code else treatment
+        )
 
     return replace(coded_policy(bits).changed(ranged), name=f"{bits}-bit {ranges}s")
 

@@ -154,8 +154,9 @@ class DafStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def _open_session(self) -> Session:
         if self.session is None:
-            what = (self.lightning_module, self.optimizers[0], self.budget)
-            self.session = Session(*what, **self.options)
+            self.session = Session(
+                self.lightning_module, self.optimizers[0], self.budget, **self.options
+            )
             if self._resumed is not None:
                 self.session.load_state_dict(self._resumed)
         return self.session

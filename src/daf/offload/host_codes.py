@@ -162,25 +162,30 @@ class HostCodes:
         return self._place(tensor.device).store
 
     def values(
-        self, x: Tensor, treatment: Treatment, key: int, channels: Channels | None, **options: Any
+        self,
+        tensor: Tensor,
+        treatment: Treatment,
+        key: int,
+        channels: Channels | None,
+        **options: Any,
     ) -> ValueCode | None:
         """Encode as :class:`ValueCode`, whose arguments these are; None: stay on the device."""
-        store = self.room(x, x.numel(), treatment.bits)
+        store = self.room(tensor, tensor.numel(), treatment.bits)
         if store is None:
             return None
-        routes = self._place(x.device).routes
+        routes = self._place(tensor.device).routes
         either = treatment.method in (Method.ROTATED, Method.MINMAX) and channels is None
         either = either and options.get("output") is None and options.get("rows") is None
         if either and routes.take() is Route.CPU_PACKS:
-            planes = self._sent_raw(store, routes, x, treatment, key)
+            planes = self._sent_raw(store, routes, tensor, treatment, key)
             if planes is not None:
-                return ValueCode.packed_elsewhere(planes, x, treatment, key)
+                return ValueCode.packed_elsewhere(planes, tensor, treatment, key)
         is_timed = either and routes.is_watching
         before = store.transfers.mark() if is_timed else None
-        code = ValueCode(store, x, treatment, key, channels, **options)
+        code = ValueCode(store, tensor, treatment, key, channels, **options)
         if is_timed and store.last_copy is not None:
             after = store.transfers.mark()
-            what = (Route.GPU_PACKS, x.numel(), x.nbytes, treatment)
+            what = (Route.GPU_PACKS, tensor.numel(), tensor.nbytes, treatment)
             routes.note(Sent(*what, before, after, store.last_copy))
         return code
 

@@ -57,12 +57,14 @@ class Rates:
         if not min(self.gpu_pack, self.cpu_pack, self.link) > 0:
             raise KernelError(f"asked to plan with {self}; measured rates are above 0")
 
-    def observed(self, name: str, nbytes: int, ms: float, weight: float = NEW_RATE_WEIGHT) -> Rates:
+    def observed(
+        self, name: str, moved_bytes: int, ms: float, weight: float = NEW_RATE_WEIGHT
+    ) -> Rates:
         """Return rates with one drawn towards a measurement; weight 1 replaces it."""
         old = getattr(self, name)
         if ms <= 0 or old == float("inf"):
             return self
-        return replace(self, **{name: old + weight * (nbytes / ms - old)})
+        return replace(self, **{name: old + weight * (moved_bytes / ms - old)})
 
 
 class ScheduledWork(NamedTuple):

@@ -45,17 +45,18 @@ class DevicePlaneTensor:
     ) -> None:
         """Allocate blocks for the numbered pages; the first ``stays`` planes are not evicted."""
         anchor, fields = store.anchor, numbers.view.fields
-        device, kept = anchor.device, fields.kept
-        words = [_plane_words(fields, plane) for plane in range(kept)]
+        words = [_plane_words(fields, plane) for plane in range(fields.kept)]
         words.append(header_bytes(fields.elements) // 4 if headers else 0)
-        stay = [*range(min(stays, kept)), kept]  # the last are the headers
-        self._stays = _words_on(device, sum(words[part] for part in stay))
-        self._may_go = {plane: _words_on(device, words[plane]) for plane in range(stays, kept)}
+        stay = [*range(min(stays, fields.kept)), fields.kept]  # the last are the headers
+        self._stays = _words_on(anchor.device, sum(words[part] for part in stay))
+        self._may_go = {
+            plane: _words_on(anchor.device, words[plane]) for plane in range(stays, fields.kept)
+        }
         starts = {plane: _distance(anchor, block) for plane, block in self._may_go.items()}
         where = _distance(anchor, self._stays)
         before = accumulate((words[part] for part in stay[:-1]), initial=where)
         starts |= dict(zip(stay, before, strict=True))
-        self.table = _copied(_table(fields, words, starts), device)
+        self.table = _copied(_table(fields, words, starts), anchor.device)
         self._numbers = numbers
         self._store = store  # last: without it the numbers are the caller's to release
 

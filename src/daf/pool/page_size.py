@@ -23,7 +23,9 @@ def choose_page_bytes(
     """
     if not tensors:
         return DEFAULT_PAGE_BYTES
-    lost = {size: sum(_lost(size, entry_bytes, *each) for each in tensors) for size in _PAGE_SIZES}
+    lost = {
+        size: sum(_lost(size, entry_bytes, *tensor) for tensor in tensors) for size in _PAGE_SIZES
+    }
     payload = sum(code_bytes(*tensor) for tensor in tensors)
     good = [size for size in _PAGE_SIZES if lost[size] <= waste * payload]
     return max(good, default=min(lost, key=lost.__getitem__))

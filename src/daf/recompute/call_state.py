@@ -245,8 +245,11 @@ class CallState:
         same = [buffer for buffer in self._buffers if not buffer.is_changed()]
         unchanged = {buffer.slot for buffer in same}
         self._buffers = [buffer for buffer in self._buffers if buffer.slot not in unchanged]
-        small = [each for each in same if each.value.nbytes <= MOST_BYTES_SAME_BY_CHANCE]
-        self._maybe_written = [(each.owner, each.name) for each in small]
+        self._maybe_written = [
+            (buffer.owner, buffer.name)
+            for buffer in same
+            if buffer.value.nbytes <= MOST_BYTES_SAME_BY_CHANCE
+        ]
         self._tensors.finish(unchanged)
         if self._random is not None:
             self._counts.append(count(self._random.nbytes))

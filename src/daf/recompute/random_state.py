@@ -41,10 +41,12 @@ class OwnGenerator(NamedTuple):
         elif isinstance(value, random.Random):
             source = _Source(value.getstate, value.setstate, _is_same_python)
         elif isinstance(value, np.random.RandomState):
-            source = _Source(partial(value.get_state, legacy=False), value.set_state, _pickle_alike)
+            source = _Source(
+                partial(value.get_state, legacy=False), value.set_state, _is_pickled_same
+            )
         elif isinstance(value, np.random.Generator):
             bits = value.bit_generator
-            source = _Source(lambda: bits.state, partial(setattr, bits, "state"), _pickle_alike)
+            source = _Source(lambda: bits.state, partial(setattr, bits, "state"), _is_pickled_same)
         else:
             return None
         return cls(source, source.now())
@@ -95,7 +97,7 @@ class Generators:
 
     def __init__(self) -> None:
         # ``np.random`` takes 2 MB, so that it is not imported for a name in it.
-        numpy = _Source(self._numpy, lambda state: np.random.set_state(state), _pickle_alike)
+        numpy = _Source(self._numpy, lambda state: np.random.set_state(state), _is_pickled_same)
         self._sources = [_CPU, _PYTHON, numpy]
         self._seen: tuple[bytes, Any] = b"", {}
 
@@ -122,7 +124,7 @@ def _words() -> bytes:
     return ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
 
 
-def _pickle_alike(one: Any, other: Any) -> bool:
+def _is_pickled_same(one: Any, other: Any) -> bool:
     return one is other or pickle.dumps(one) == pickle.dumps(other)
 
 

@@ -166,6 +166,7 @@ class Recomputed(PackedTensor):
         "_geometry",
         "_ledger",
         "_made",
+        "_place",
         "_readers",
         "_site",
         "alive_bytes",
@@ -181,7 +182,8 @@ class Recomputed(PackedTensor):
         self.alive_bytes = _alive_bytes(made)  # beside leaves, when most are
         self._site = site
         self._ledger = ledger
-        self._fingerprint = Fingerprint.sampled(tensor, zlib.crc32(str(site).encode()))
+        self._place = zlib.crc32(str(site).encode())
+        self._fingerprint = Fingerprint.sampled(tensor, self._place)
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -197,8 +199,7 @@ class Recomputed(PackedTensor):
             alive = Holding(self._ledger, self.alive_bytes)
             found = self.compute(self)
             del alive
-        again = Fingerprint.sampled(found, zlib.crc32(str(self._site).encode()))
-        if bool(again.differs(self._fingerprint)):
+        if bool(Fingerprint.sampled(found, self._place).differs(self._fingerprint)):
             raise SavedTensorError(
                 f"the tensor saved at {self._site} was computed again for backward, and is not "
                 "what forward computed: an operation did something else the second time; train "

@@ -210,13 +210,15 @@ class Collector:
         """Return the hooks of the second run."""
         return autograd_graph.saved_tensor_hooks(self._pack, self._unpack)
 
-    def run_inner(self, run: Callable[..., Any], arguments: Arguments, keywords: Keywords) -> Any:
+    def run_inner(
+        self, forward: Callable[..., Any], arguments: Arguments, keywords: Keywords
+    ) -> Any:
         """Run a replayed call inside this one, whose inputs are saves of this one."""
         if self._depth == 0:
             for tensor in distinct_tensors((arguments, keywords)):
                 self._collect(tensor)
         with replaced(self, _depth=self._depth + 1):
-            return run(*arguments, **keywords)
+            return forward(*arguments, **keywords)
 
     def _pack(self, tensor: Tensor) -> Tensor | None:
         if self._depth == 0:
@@ -269,8 +271,10 @@ class Replays:
     def __init__(
         self, model: nn.Module, paths: frozenset[str], keeper: ReplayKeeper, log: ReplayLog
     ) -> None:
-        usable = {module for _, module in CompiledModules(model).replayable()} if paths else ()
-        modules = {id(each := _find(model, path, usable)): (path, each) for path in sorted(paths)}
+        replayable = {module for _, module in CompiledModules(model).replayable()} if paths else ()
+        modules = {
+            id(module := _find(model, path, replayable)): (path, module) for path in sorted(paths)
+        }
         self._targets = [WatchedForward(self.call, *each) for each in modules.values()]
         self._running: list[ReplayedCall | Collector] = []
         self._thread = get_ident()

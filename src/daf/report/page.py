@@ -48,9 +48,11 @@ def document(heading: str, body: Markup) -> str:
         element("title", heading),
         element("style", Markup(style)),
     )
-    code = element("script", Markup((files / "page.js").read_text("utf-8")))
+    script = element("script", Markup((files / "page.js").read_text("utf-8")))
     skip = element("a", "Skip to the report", class_="skip", href="#report")
-    return "<!doctype html>\n" + element("html", head, element("body", skip, body, code), lang="en")
+    return "<!doctype html>\n" + element(
+        "html", head, element("body", skip, body, script), lang="en"
+    )
 
 
 def comparison(runs: Sequence[Run]) -> Markup:
@@ -104,11 +106,13 @@ def _tiles(run: Run) -> Markup:
     error = run.prediction_error
     if error is not None:
         size = format_bytes(summary["predicted_peak_bytes"])
-        words = f"predicted before the first step: {100 * error:+.1f} % off, above the floor"
-        cells.append((size, words))
+        cells.append(
+            (size, f"predicted before the first step: {100 * error:+.1f} % off, above the floor")
+        )
     if run.saved_ratio is not None:
-        size = format_bytes(summary["saved_bytes_peak"])
-        words = f"of what plain PyTorch saves for backward: {size}"
+        words = (
+            f"of what plain PyTorch saves for backward: {format_bytes(summary['saved_bytes_peak'])}"
+        )
         cells.append((f"1/{run.saved_ratio:.1f}", words))
     if summary["step_ms_median"] is not None:
         rate = f"a step, median; {number(summary['examples_per_s'])} examples a second"
@@ -145,7 +149,10 @@ def _facts(summary: Record) -> str:
     named: dict[str, Any] = {
         "data": f"{kind} ({place.rpartition('/')[2]})" if place else kind,
         "batch": summary["batch_size"],
-        **{name: summary[name] for name in ("steps", "optimizer", "seed", "threads")},
+        "steps": summary["steps"],
+        "optimizer": summary["optimizer"],
+        "seed": summary["seed"],
+        "threads": summary["threads"],
     }
     versions = [f"{name} {version}" for name, version in (summary["versions"] or {}).items()]
     listed = [f"{name} {value}" for name, value in named.items() if value is not None]
@@ -225,8 +232,9 @@ def _plan_words(run: Run) -> Markup:
     if not lines:
         return joined(reason, replayed)
     summary = element("summary", f"The planner's {len(lines)} choices")
-    choices = element("details", summary, element("ul", *lines, class_="findings"))
-    return joined(reason, replayed, choices)
+    return joined(
+        reason, replayed, element("details", summary, element("ul", *lines, class_="findings"))
+    )
 
 
 def _left_alone(run: Run) -> Markup:

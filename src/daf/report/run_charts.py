@@ -49,8 +49,9 @@ def memory_charts(run: Run) -> list[LineChart]:
     memory = run.memory
     if not memory.points:
         return []
-    name = f"memory of {run.whose_memory}"
-    series = [Series(name, thinned(memory.points, max), "memory", filled=True)]
+    series = [
+        Series(f"memory of {run.whose_memory}", thinned(memory.points, max), "memory", filled=True)
+    ]
     levels = levels_of(run.summary)
     if memory.budget_moved:  # peaks under earlier budgets do not compare with the last budget
         series += _budget_series(memory.budgets, memory.points[-1][0])
@@ -102,8 +103,9 @@ def waterfall(run: Run) -> list[Bar]:
     for name, nbytes in account.items():
         if name != "predicted_peak":
             kind = "floor" if name == "floor" else "term"
-            words = ACCOUNT_TERMS.get(name, name.replace("_", " "))
-            bars.append(Bar(words, kind, level, level + nbytes))
+            bars.append(
+                Bar(ACCOUNT_TERMS.get(name, name.replace("_", " ")), kind, level, level + nbytes)
+            )
             level += nbytes
     predicted = run.summary["predicted_peak_bytes"]
     if predicted:
@@ -196,16 +198,22 @@ def curve(run: Run, key: str, style: str, name: str | None = None) -> list[Serie
 
 def memory_of_all(runs: Sequence[Run]) -> list[LineChart]:
     """Return memory over time, a line for each run with samples; empty if there is none."""
-    sampled = [each for each in _styled(runs) if each[0].memory.points]
-    series = [Series(run.name, thinned(run.memory.points, max), style) for run, style in sampled]
+    series = [
+        Series(run.name, thinned(run.memory.points, max), style)
+        for run, style in _styled(runs)
+        if run.memory.points
+    ]
     return [LineChart("Memory over time", "seconds", "MB", series)] if series else []
 
 
 def losses_of_all(runs: Sequence[Run]) -> list[LineChart]:
     """Return training losses, a line for each run of two steps or more; empty if there is none."""
-    trained = [each for each in _styled(runs) if len(each[0].steps) > 1]
-    curves = [curve(run, "loss", style, run.name)[-1:] for run, style in trained]
-    series = [line for lines in curves for line in lines]
+    series = [
+        each
+        for run, style in _styled(runs)
+        if len(run.steps) > 1
+        for each in curve(run, "loss", style, run.name)[-1:]
+    ]
     return [LineChart("Training loss", "step", "loss", series, low=None)] if series else []
 
 

@@ -43,9 +43,11 @@ def _comparison(runs: Sequence[Run]) -> RenderableType:
 
 
 def _one(run: Run) -> RenderableType:
-    title = Text(f"{run.name}: {run.title}", style="bold")
+    heading = Text(f"{run.name}: {run.title}", style="bold")
     problems = [Text(f"• {sentence}", style="yellow") for sentence in run.problems]
-    return Group(title, *problems, _lines(run), Text(), _account(run), Text(), *_plan(run), Text())
+    return Group(
+        heading, *problems, _lines(run), Text(), _account(run), Text(), *_plan(run), Text()
+    )
 
 
 def _lines(run: Run) -> Table:

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from daf.saved_tensors.sites import SiteRecord
-from daf.torch_compat import autograd_graph
+from daf.torch_compat.autograd_graph import (
+    StorageReference,
+    bytes_of,
+    storage_holders,
+    strided_parts,
+)
 
 Found = TypeVar("Found", bound=object)
 
@@ -134,7 +139,7 @@ class Source:
 
     def __init__(self, ledger: Ledger, storage: torch.UntypedStorage) -> None:
         self._ledger = ledger
-        self._storage = autograd_graph.StorageReference(storage)
+        self._storage = StorageReference(storage)
         self._held: dict[Hashable, weakref.ref[object]] = {}
         self._plain: weakref.ref[Plain] | None = None
         self.nbytes = storage.nbytes()
@@ -143,7 +148,7 @@ class Source:
         """Return the number of tensors that refer to the storage now."""
         if self._storage.expired():
             return 0
-        return autograd_graph.storage_holders(self._storage) - _wrapper_references()
+        return storage_holders(self._storage) - _wrapper_references()
 
     def plain(self) -> Plain:
         """Count the storage as plain autograd's, once however many tensors on it are saved."""
@@ -174,7 +179,7 @@ class Sources:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._alive: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
-        self._external: dict[int, autograd_graph.StorageReference] = {}
+        self._external: dict[int, StorageReference] = {}
 
     def begin_step(self, external: Iterator[Tensor]) -> None:
         """Name the external storages, which are never coded or counted."""
@@ -184,9 +189,9 @@ class Sources:
     def add_external(self, tensors: Iterator[Tensor]) -> None:
         """Name more external tensors."""
         for tensor in tensors:
-            for part in autograd_graph.strided_parts(tensor):
+            for part in strided_parts(tensor):
                 storage = part.untyped_storage()
-                self._external[storage._cdata] = autograd_graph.StorageReference(storage)
+                self._external[storage._cdata] = StorageReference(storage)
 
     def is_external(self, tensor: Tensor) -> bool:
         """True if a strided tensor lies in a parameter, a buffer or the caller's batch."""
@@ -208,7 +213,7 @@ class Sources:
 
     def of_parts(self, tensor: Tensor) -> tuple[Source, ...]:
         """Return the sources of the strided tensors that a tensor consists of."""
-        return tuple(map(self.of, autograd_graph.strided_parts(tensor)))
+        return tuple(map(self.of, strided_parts(tensor)))
 
     def renew(self, tensor: Tensor) -> None:
         """Give the tensor's overwritten memory a new source: plain PyTorch would have two."""
@@ -219,9 +224,9 @@ class Sources:
 def _wrapper_references() -> int:
     """Return what PyTorch's count gains once Python knows a storage (1 in torch 2.13)."""
     storage = torch.UntypedStorage(4)  # type: ignore[no-untyped-call]  # torch.func wraps tensors
-    return autograd_graph.storage_holders(storage._cdata)
+    return storage_holders(storage._cdata)
 
 
 def gradient_bytes(parameter: Tensor) -> int:
     """Return the bytes of a parameter's gradient, dense or sparse; 0 without one."""
-    return 0 if parameter.grad is None else autograd_graph.bytes_of(parameter.grad)
+    return 0 if parameter.grad is None else bytes_of(parameter.grad)

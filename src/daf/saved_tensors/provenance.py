@@ -21,7 +21,12 @@ from daf.codecs.layout import is_dense
 from daf.core.policy import Method
 from daf.saved_tensors.backward_rules import ALIASES
 from daf.saved_tensors.packed_tensor import Derivation, PackedTensor, Recipe, Stored, Term
-from daf.torch_compat.autograd_graph import is_strided, made_shape, saved_value, sequence_number_of
+from daf.torch_compat.autograd_graph import (
+    is_strided,
+    result_shape,
+    saved_value,
+    sequence_number_of,
+)
 
 MOST_TERMS = 4  # decoding a recipe costs one pass for each term
 _MOST_ADDITIONS = 3
@@ -198,7 +203,7 @@ def _is_idle(node: Any) -> bool:
     """True if an expansion repeats nothing, as in every batched product."""
     if node.name() != "ExpandBackward0":
         return False
-    return tuple(saved_value(node, "self_sym_sizes")) == made_shape(node)
+    return tuple(saved_value(node, "self_sym_sizes")) == result_shape(node)
 
 
 def _masked(recipe: Recipe, mask: Stored[ElementsCode]) -> Recipe | None:

@@ -85,8 +85,9 @@ def measure_sensitivity(
         policy = replace(policy, rederive=False, operators=policy.operators - {"batch_norm"})
     with preserved_state(model, loss_fn) as snapshot:
         capture, cut = capture or Capture(model), cut or likely_cut(batch)
-        what = (model, loss_fn, capture, seed, step_index, snapshot, cut)
-        passes = Passes(*what, buckets=effort.buckets)
+        passes = Passes(
+            model, loss_fn, capture, seed, step_index, snapshot, cut, buckets=effort.buckets
+        )
         return _Measurement(passes, batch, policy, running, effort, relative).run()
 
 
@@ -246,8 +247,9 @@ def _variance_errors(sketches: Sequence[Tensor]) -> Tensor:
     count = len(sketches)
     if count < 3:
         return by_bucket
-    others = ([*sketches[:i], *sketches[i + 1 :]] for i in range(count))
-    without = torch.stack([sample_variance(each).sum(1) for each in others])
+    without = torch.stack(
+        [sample_variance([*sketches[:i], *sketches[i + 1 :]]).sum(1) for i in range(count)]
+    )
     spread = (without - without.mean(0)).square().sum(0)
     return torch.maximum(by_bucket, (spread * (count - 1) / count).sqrt())
 
@@ -268,12 +270,15 @@ def _unknown_as_usual(values: Mapping[Site, SiteSensitivity]) -> dict[Site, Site
 
 
 def _counted(
-    values: Mapping[str, float], model: nn.Module, trained: Sequence[nn.Parameter], counts: Tensor
+    by_module: Mapping[str, float],
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    counts: Tensor,
 ) -> dict[str, float]:
     """Return the formulae's values times their weights' counts (untrained: the median count)."""
     heard = counts[counts > 0.0]
     usual = float(heard.median()) if len(heard) else 1.0
-    of_parameter = {id(each): float(count) for each, count in zip(trained, counts, strict=True)}
+    of_parameter = {id(each): float(count) for each, count in zip(parameters, counts, strict=True)}
     modules = dict(model.named_modules(remove_duplicate=False))
 
     def count(path: str) -> float:
@@ -282,7 +287,7 @@ def _counted(
         weight = getattr(module, "weight", None) if weight is None else weight
         return of_parameter.get(id(weight), usual)
 
-    return {path: value * count(path) for path, value in values.items()}
+    return {path: value * count(path) for path, value in by_module.items()}
 
 
 def _local_weights(

@@ -126,8 +126,15 @@ class Sensitivity:
             own = _mixed(scaled.batch_variance, own)
             error = _mixed_error(scaled.batch_variance_error, error)
         energy = _mixed(self.gradient_energy, newer.gradient_energy)
-        found = replace(newer, sites=sites, gradient_energy=energy, batch_variance=own)
-        return replace(found, passes=self.passes + newer.passes, batch_variance_error=error)
+        passes = self.passes + newer.passes
+        return replace(
+            newer,
+            sites=sites,
+            gradient_energy=energy,
+            passes=passes,
+            batch_variance=own,
+            batch_variance_error=error,
+        )
 
     def variance_of(self, examples: int) -> float | None:
         """Return ``batch_variance`` of a batch of ``examples`` examples."""
@@ -145,8 +152,10 @@ class Sensitivity:
             for site, each in self.sites.items()
         }
         own = None if self.batch_variance is None else factor * self.batch_variance
-        found = replace(self, sites=sites, examples=examples, batch_variance=own)
-        return replace(found, batch_variance_error=factor * self.batch_variance_error)
+        error = factor * self.batch_variance_error
+        return replace(
+            self, sites=sites, examples=examples, batch_variance=own, batch_variance_error=error
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON: a checkpoint, or another run of the same model."""

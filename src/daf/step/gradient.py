@@ -193,7 +193,12 @@ class GradientStep:
         self._knows_fusions = True
 
     def _forward(
-        self, context: StepContext, plan: Plan, part: Any, index: int, weights: PartWeights | None
+        self,
+        context: StepContext,
+        plan: Plan,
+        part: Any,
+        micro_index: int,
+        weights: PartWeights | None,
     ) -> tuple[WeightedLoss, Tensor | None]:
         """Return the loss of a part and the factor by which it was scaled.
 
@@ -202,7 +207,7 @@ class GradientStep:
         is_whole = weights is None
         examples = context.info.examples if is_whole else context.choice.cut.size(part)
         policy = plan.policy.of_piece(examples, plan.micro_batch)
-        capture = self._capturing(context, policy, part, index, is_whole=is_whole)
+        capture = self._capturing(context, policy, part, micro_index, is_whole=is_whole)
         operators = LossWeights(names=weights.names) if weights else None
         watching = self.release.watching()
         with capture, watching, operators or nullcontext(), scale_watched() as scaling:
@@ -261,8 +266,9 @@ class GradientStep:
         snapshot.restore()
         self.optimizer.zero_grad(set_to_none=True)
         raise NonFiniteLossError(
-            f"the loss became {value} at step {context.index}; it began in {where}; parameters are "
-            "those from before this step; try a lower learning rate, more bits, or check the data"
+            f"the loss became {value} at step {context.index}; it began in {where}; parameters "
+            f"are those from before this step; try a lower learning rate, more bits, or check the "
+            f"data"
         )
 
 

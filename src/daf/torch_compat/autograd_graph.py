@@ -194,7 +194,7 @@ def raw_saved(node: Any, name: str) -> Any:
     return getattr(node, "_raw_saved_" + name, None)
 
 
-def made_shape(node: Any) -> tuple[int, ...]:
+def result_shape(node: Any) -> tuple[int, ...]:
     """Return the shape of the node's first result, whose gradient it will be given."""
     return tuple(node._input_metadata[0].shape)
 

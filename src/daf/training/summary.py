@@ -97,12 +97,14 @@ def _expected_noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
     by_site = expected_noise(profile, plan.policy, plan.micro_batch)
     if not by_site:
         return None
-    treated = {each.site: plan.policy.treatment(each.need, each.site) for each in profile.savings}
+    treatments = {
+        each.site: plan.policy.treatment(each.need, each.site) for each in profile.savings
+    }
     rows = [
         {
             "site": str(site),
-            "method": treated[site].method.value,
-            "bits": treated[site].bits,
+            "method": treatments[site].method.value,
+            "bits": treatments[site].bits,
             "added_noise": noise,
             "weight": profile.weight(site),
         }
