@@ -157,9 +157,11 @@ class ValueCode(_Code, Values):
         count = tensor.numel()
         # Those of ``rotated`` codes after the first are evictable unless the code stays whole.
         stays = treatment.method is Method.MINMAX or treatment.whole
-        bits, least = treatment.bits, None if stays else 1
-        worth = None if stays else plane_importance(count, bits, weight)
-        planes = store.allocate_planes(count, bits, minimum_bits=least, importance=worth, tag=tag)
+        bits, minimum_bits = treatment.bits, None if stays else 1
+        importance = None if stays else plane_importance(count, bits, weight)
+        planes = store.allocate_planes(
+            count, bits, minimum_bits=minimum_bits, importance=importance, tag=tag
+        )
         self._hold(count, planes, treatment, key)
         with self.planes.filling() as filled, opened(output) as written:
             encoding = normalisation.Encoding(tensor, channels, rows, written)
@@ -167,10 +169,12 @@ class ValueCode(_Code, Values):
         self.planes.seal()
 
     @classmethod
-    def packed_elsewhere(cls, planes: Any, x: Tensor, treatment: Treatment, key: int) -> ValueCode:
+    def packed_elsewhere(
+        cls, planes: Any, tensor: Tensor, treatment: Treatment, key: int
+    ) -> ValueCode:
         """Return the code of a dense tensor whose planes the host packs."""
         code = cls.__new__(cls)
-        code._hold(x.numel(), planes, treatment, key)
+        code._hold(tensor.numel(), planes, treatment, key)
         return code
 
     def _hold(self, count: int, planes: Any, treatment: Treatment, key: int) -> None:

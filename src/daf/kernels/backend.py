@@ -35,7 +35,9 @@ class Backend(Protocol):
     def decode_values(self, code: norms.CodedValues, decoding: norms.Decoding) -> None:
         """Write the values from the planes that are left."""
 
-    def encode_elements(self, items: Tensor, planes: Any, code: norms.ElementCode) -> bool | Tensor:
+    def encode_elements(
+        self, source: Tensor, planes: Any, code: norms.ElementCode
+    ) -> bool | Tensor:
         """Write rounded numbers of steps (a derivative's), a predicate's bits, or ``value - base``.
 
         Returns True, or () nonzero int32 on the device, if the planes are worthless: an element of

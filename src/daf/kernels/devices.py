@@ -65,9 +65,14 @@ def can_code_on(device: torch.device) -> bool:
 
 
 def is_processor(device: torch.device) -> bool:
-    """True unless codes of this type of device lie in its own memory: elements are read freely."""
+    """True unless codes of this type of device lie in its own memory."""
     entry = _backends.get(device.type)
     return entry is None or entry.in_host_memory
+
+
+def is_read_freely(tensor: Tensor) -> bool:
+    """True if the program may read the elements without waiting for a device."""
+    return is_processor(tensor.device)
 
 
 def is_coded_on_device(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ from daf.core.errors import CodecError
 from daf.core.policy import KEEP, SMALL_BYTES, SOUND, Method, Need, Site, Treatment, is_sound
 from daf.kernels import Codec
 from daf.kernels.backend import is_codable
-from daf.kernels.devices import can_code_on, is_processor, is_recorded
+from daf.kernels.devices import can_code_on, is_read_freely, is_recorded
 from daf.kernels.normalisation import Channels, ElementCode
 from daf.offload.spill import SpillRecord, SpillStore
 from daf.saved_tensors.activation_codes import smooth_code
@@ -153,7 +153,7 @@ class Packer:
         return stored
 
     def _spilled(self, job: PackRequest) -> PackedTensor | None:
-        if not is_processor(job.tensor.device) or job.source.recall("kept", Holding) is not None:
+        if not is_read_freely(job.tensor) or job.source.recall("kept", Holding) is not None:
             return None  # on a device, or the storage stays alive anyway
         key = ("spilled", job.saved.version)
         record = job.source.recall(key, SpillRecord)
@@ -181,7 +181,7 @@ class Packer:
         tensor = job.tensor
         if tensor.dtype is torch.bool:
             return self._elements(job, tensor, 1, ElementCode(Codec.INTEGERS))
-        if not is_processor(tensor.device):
+        if not is_read_freely(tensor):
             return None  # their range is known on the device alone
         signed = tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor
         low, high = map(int, ranges.bounds(signed))
@@ -219,7 +219,7 @@ class Packer:
 
     def _two_values(self, job: PackRequest) -> PackedTensor | None:
         """Hold dropout's noise as a mask, if it really takes two values."""
-        if not is_dense(job.tensor) or not is_processor(job.tensor.device):
+        if not is_dense(job.tensor) or not is_read_freely(job.tensor):
             return None
         low, high = ranges.bounds(job.tensor)
         parts = torch.split(in_memory_order(job.tensor), _PART_ELEMENTS)
@@ -283,7 +283,7 @@ class Packer:
         if found is not None:
             return Decoded(found.code, layout_of(dense), **found.arguments)
         low, high = ranges.ours().channel_ends(dense, cut)
-        if is_processor(dense.device) and not (high - low).isfinite().all():
+        if is_read_freely(dense) and not (high - low).isfinite().all():
             return None
         grid = grid_of(low, high, bits, cut.inner)
         steps = ElementCode(Codec.STEPS, grid.to_steps, job.key)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -61,14 +61,16 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return [*found]
 
 
-def parameters_of(model: nn.Module, parts: Iterable[nn.Module] | None = None) -> list[nn.Parameter]:
+def parameters_of(
+    model: nn.Module, modules: Iterable[nn.Module] | None = None
+) -> list[nn.Parameter]:
     """Return what ``model.parameters()`` yields, some times as fast.
 
-    ``parts``: what ``modules_of`` has just returned, if known.
+    ``modules``: what ``modules_of`` has just returned, if known.
     """
     if not _is_usual(type(model)):  # type: ignore[arg-type]
         return [*model.parameters()]
-    spaces = [part._parameters for part in parts or modules_of(model)]
+    spaces = [part._parameters for part in modules or modules_of(model)]
     own = (each for space in spaces if space for each in space.values() if each is not None)
     return [*{id(each): each for each in own}.values()]
 
@@ -86,12 +88,14 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def around_calls(around: Around) -> AbstractContextManager[None]:
+@contextmanager
+def around_calls(around: Around) -> Iterator[None]:
     """Run module calls in the body within what ``around`` returns; calls inside one run as usual.
 
     So do calls in backward (replays, checkpoints). Of several, the last that wants to is around.
     """
-    return _calls.told(around)
+    with _calls.told(around):
+        yield
 
 
 def _call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:

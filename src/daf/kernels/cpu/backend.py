@@ -30,11 +30,11 @@ class CpuBackend(Backend):
     def decode_values(self, code: norms.CodedValues, decoding: norms.Decoding) -> None:
         codecs.decode(code.codec, _writing(decoding, code.elements, **_coded(code)))
 
-    def encode_elements(self, items: Tensor, planes: Any, code: norms.ElementCode) -> bool:
+    def encode_elements(self, source: Tensor, planes: Any, code: norms.ElementCode) -> bool:
         if code.codec is kernels.Codec.DERIVATIVE:
             checked_table("lines' numbers", code.table, 3 * DERIVATIVE_PIECES - 1)
-        job = _of_elements(items, planes.fields, code)
-        job = job._replace(source=items.data_ptr(), affine=code.channels)
+        job = _of_elements(source, planes.fields, code)
+        job = job._replace(source=source.data_ptr(), affine=code.channels)
         return not codecs.encode(code.codec, job)
 
     def decode_elements(self, planes: Any, out: Tensor, code: norms.ElementCode) -> None:

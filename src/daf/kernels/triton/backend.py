@@ -38,9 +38,11 @@ class TritonBackend(Backend):
     def decode_values(self, code: norms.CodedValues, decoding: norms.Decoding) -> None:
         codecs.decode_values(code, decoding._replace(out=_items(decoding.out)))
 
-    def encode_elements(self, items: Tensor, planes: Any, code: norms.ElementCode) -> bool | Tensor:
-        here = _there(code, items.device)
-        worthless = codecs.encode_elements(_signed(_items(items)), planes, here)
+    def encode_elements(
+        self, source: Tensor, planes: Any, code: norms.ElementCode
+    ) -> bool | Tensor:
+        here = _there(code, source.device)
+        worthless = codecs.encode_elements(_signed(_items(source)), planes, here)
         return worthless if code.codec is Codec.DERIVATIVE else False
 
     def decode_elements(self, planes: Any, out: Tensor, code: norms.ElementCode) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daf.core.errors import DataError, DoubleBackwardError
-from daf.kernels.devices import is_processor
+from daf.kernels.devices import is_read_freely
 from daf.operators.fused_function import differentiable_gradients, unchanged, versioned
 from daf.torch_compat.autograd_graph import keeps_graph, without_torch_function
 
@@ -72,20 +72,20 @@ def chunked_cross_entropy(
     _check_settings(chunk_rows, reduction, label_smoothing)
     rows, weight, bias = as_autocast((rows, weight, bias))
     _check_dtypes(rows, weight, bias)
-    if is_processor(targets.device):
+    if is_read_freely(targets):
         _check_targets(targets, weight.shape[0], ignore_index)
-    asked = _Asked(
+    settings = _Settings(
         # By default the chunk's logits are no larger than all rows of hidden (Liger's rule).
         chunk_rows or max(_LEAST_ROWS, rows.numel() // weight.shape[0]),
         RowLoss(ignore_index, reduction, label_smoothing),
         with_gradients=torch.is_grad_enabled(),
         twice=twice,
     )
-    total: Tensor = _SummedCrossEntropy.apply(rows, weight, bias, targets, asked)  # type: ignore[no-untyped-call]
+    total: Tensor = _SummedCrossEntropy.apply(rows, weight, bias, targets, settings)  # type: ignore[no-untyped-call]
     return total
 
 
-class _Asked(NamedTuple):
+class _Settings(NamedTuple):
     chunk_rows: int
     loss: RowLoss
     with_gradients: bool  # inside a Function's forward grad mode is always off
@@ -109,13 +109,18 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, asked: _Asked
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        settings: _Settings,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        ignore_index, reduction, smoothing = asked.loss
+        ignore_index, reduction, smoothing = settings.loss
         counted = target != ignore_index
         scale = scale_of(counted, reduction, wide)
-        needs = [asked.with_gradients and need for need in ctx.needs_input_grad]
+        needs = [settings.with_gradients and need for need in ctx.needs_input_grad]
         gradients = _Gradients(
             torch.empty_like(hidden) if needs[0] else None,
             torch.zeros_like(weight, dtype=wide) if needs[1] else None,
@@ -125,20 +130,20 @@ class _SummedCrossEntropy(torch.autograd.Function):
         step = scale.nan_to_num()
         total = hidden.new_zeros((), dtype=wide)
         # One chunk of logits, used again for every chunk.
-        scratch = hidden.new_empty((min(asked.chunk_rows, len(hidden)), weight.shape[0]))
+        scratch = hidden.new_empty((min(settings.chunk_rows, len(hidden)), weight.shape[0]))
         # To whoever watches operators this is one, however many chunks there are.
         with without_torch_function():
-            for start in range(0, len(hidden), asked.chunk_rows):
-                chunk = slice(start, start + asked.chunk_rows)
+            for start in range(0, len(hidden), settings.chunk_rows):
+                chunk = slice(start, start + settings.chunk_rows)
                 logits = _logits(hidden[chunk], weight, bias, scratch)
                 total += loss_to_softmax(logits, target[chunk], counted[chunk], smoothing)
                 if gradients.wanted:
                     softmax_to_gradient(logits, target[chunk], counted[chunk], smoothing, step)
                     _gather(gradients, logits, hidden, weight, chunk)
         _keep(ctx, gradients, (hidden, weight, bias))
-        if asked.twice:
+        if settings.twice:
             ctx.inputs = versioned((hidden, weight, bias))
-            ctx.target, ctx.loss = target, asked.loss
+            ctx.target, ctx.loss = target, settings.loss
         return total * scale
 
     @staticmethod
@@ -156,7 +161,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return (*found, None, None)
 
 
-def _differentiable(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiable(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
     if not hasattr(ctx, "inputs"):
         raise DoubleBackwardError(
             "asked for a graph of chunked_cross_entropy's gradient (create_graph=True); it has "
@@ -164,11 +169,13 @@ def _differentiable(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         )
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        logits = F.linear(hidden, weight, bias).to(slope.dtype)
+        logits = F.linear(hidden, weight, bias).to(incoming.dtype)
         return F.cross_entropy(logits, ctx.target, **ctx.loss._asdict())
 
     with without_torch_function():
-        return differentiable_gradients(run, unchanged(ctx.inputs), ctx.needs_input_grad[:3], slope)
+        return differentiable_gradients(
+            run, unchanged(ctx.inputs), ctx.needs_input_grad[:3], incoming
+        )
 
 
 def _keep(ctx: Any, gradients: _Gradients, inputs: tuple[Tensor | None, ...]) -> None:
@@ -211,17 +218,19 @@ def softmax_to_gradient(
     softmax.masked_fill_(~counted[:, None], 0)
 
 
-def _gather(into: _Gradients, slope: Tensor, hidden: Tensor, weight: Tensor, chunk: slice) -> None:
+def _gather(
+    gradients: _Gradients, slope: Tensor, hidden: Tensor, weight: Tensor, chunk: slice
+) -> None:
     narrow = slope.to(hidden.dtype)
-    if into.hidden is not None:
-        torch.mm(narrow, weight, out=into.hidden[chunk])
-    if into.weight is not None:
-        if narrow.dtype == into.weight.dtype:
-            into.weight.addmm_(narrow.t(), hidden[chunk])
+    if gradients.hidden is not None:
+        torch.mm(narrow, weight, out=gradients.hidden[chunk])
+    if gradients.weight is not None:
+        if narrow.dtype == gradients.weight.dtype:
+            gradients.weight.addmm_(narrow.t(), hidden[chunk])
         else:
-            into.weight.add_(narrow.t() @ hidden[chunk])
-    if into.bias is not None:
-        into.bias.add_(slope.sum(0))
+            gradients.weight.add_(narrow.t() @ hidden[chunk])
+    if gradients.bias is not None:
+        gradients.bias.add_(slope.sum(0))
 
 
 def scale_of(counted: Tensor, reduction: Reduction, dtype: torch.dtype) -> Tensor:
