@@ -201,6 +201,7 @@ def _direct_passes() -> SimpleNamespace:
         return words.Channels(scale, shift, length)
 
     return SimpleNamespace(
+        ComputedValues=TREE.get("norm_saves", "ComputedValues"),
         emit=emit,
         sum_gradient=lambda *given: over_masked("sum_gradient", given[-1], *given[:-1]),
         write_input_gradient=lambda *given: over_masked(
@@ -285,6 +286,25 @@ def derivative_lines() -> Callable[[int], Any] | None:
     places = np.linspace(-4.0, 4.0, 2048)
     slopes = 1.0 / np.cosh(places) ** 2
     return lambda bits: torch.from_numpy(fit(places, (2**bits - 1) * slopes)).float()
+
+
+def range_measure() -> Callable[[Any, Any, tuple[int, int], Any], None]:
+    """How least and greatest of (channels, inner) are written into (2, channels), by a strategy."""
+    module = TREE.module("reductions")
+
+    def measure(x: Any, ends: Any, cut: tuple[int, int], strategy: Any) -> None:
+        chosen = module.range_strategy(x.numel(), 1, *cut) if strategy is None else strategy
+        found = TREE.get("devices", "backend_of")(x).measure_ranges(x, chosen, *cut)
+        ends.copy_(torch.stack([*found]))
+
+    def older(x: Any, ends: Any, cut: tuple[int, int], strategy: Any) -> None:
+        size = module.ranges_workspace_bytes(x.numel(), 1, *cut, strategy)
+        room = torch.empty(max(1, size), dtype=torch.uint8)
+        places = (ends[0].data_ptr(), ends[1].data_ptr(), room.data_ptr())
+        source = (x.data_ptr(), TREE.get("codecs", "element_type")(x.dtype), x.numel())
+        module.measure_ranges(*source, *places, 1, *cut, strategy)
+
+    return older if hasattr(module, "measure_sums") else measure
 
 
 def _older_element_codes() -> SimpleNamespace:
