@@ -63,7 +63,9 @@ FIELDS: Mapping[str, str] = {
     "piece_ms": "micro_batch_ms",
 }
 # Fields that only one side may have, and the value with which they say nothing.
-SILENT: Mapping[str, Any] = {"group": 1, "codec": "", "gradient_norm": None}
+SILENT: Mapping[str, Any] = {"group": 1, "codec": "", "gradient_norm": None, "rounds": 1}
+# What older plans chose for a site and newer encoders choose for each block (format 4).
+CHOSEN_BY_ENCODERS = frozenset({"rounds"})
 # Operators that a policy names, and the flags that it had for them.
 OPERATORS: Mapping[str, str] = {
     "batch_norm": "fused",
@@ -383,9 +385,9 @@ def plan_of(plain: Any) -> Any:
     if "operators" not in {each.name for each in dataclasses.fields(kind)}:
         raise LookupError(f"plans are read by newer trees only, not by {kind.__module__}")
     for _, treatment in policy["by_need"] + policy["by_site"]:
-        for field, value in SILENT.items():
-            if field in treatment and treatment[field] == value:
-                del treatment[field]
+        silent = (key for key, each in SILENT.items() if treatment.get(key, ...) == each)
+        for field in (*silent, *CHOSEN_BY_ENCODERS & treatment.keys()):
+            del treatment[field]
     return TREE.get("plain", "from_plain")(TREE.get("plan", "Plan"), plain)
 
 
