@@ -385,9 +385,9 @@ def plan_of(plain: Any) -> Any:
     if "operators" not in {each.name for each in dataclasses.fields(kind)}:
         raise LookupError(f"plans are read by newer trees only, not by {kind.__module__}")
     for _, treatment in policy["by_need"] + policy["by_site"]:
-        silent = (key for key, each in SILENT.items() if treatment.get(key, ...) == each)
-        for field in (*silent, *CHOSEN_BY_ENCODERS & treatment.keys()):
-            del treatment[field]
+        silent = {key for key, each in SILENT.items() if treatment.get(key, ...) == each}
+        for field in silent | CHOSEN_BY_ENCODERS:
+            treatment.pop(field, None)
     return TREE.get("plain", "from_plain")(TREE.get("plan", "Plan"), plain)
 
 
