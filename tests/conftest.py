@@ -19,6 +19,7 @@ from simulated_memory import SimulatedDevice, SimulatedMemory
 
 from daf.codecs.layout import Layout
 from daf.core.profile import Profile
+from daf.memory import process_memory
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.saved_tensors import packer
@@ -52,6 +53,13 @@ def earlier_objects_frozen() -> None:
     millions, and each of the tests' many collections would take most of a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def libraries_code_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much would go back depends on what ran before in this process, and would be room in
+    budgets of what is resident now. Tests that are about it run in processes of their own."""
+    monkeypatch.setattr(process_memory, "drop_code", lambda: None)
 
 
 @pytest.fixture(autouse=True)

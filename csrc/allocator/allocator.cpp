@@ -2,6 +2,7 @@
 
 #if defined(__linux__) && (defined(__x86_64__) || defined(__aarch64__))
 
+#include <fcntl.h>
 #include <malloc.h>
 #include <pthread.h>
 #include <unistd.h>
@@ -237,6 +238,13 @@ int64_t refuse_after(int64_t requests) { return state().refusals.name(requests);
 uint64_t trim(uint64_t bytes) { return state().heap.shed(bytes); }
 
 void drop_unwinding_tables() { dl_iterate_phdr(daf::drop_unwinding_tables, nullptr); }
+
+void drop_library_pages() {
+  int pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  if (pagemap < 0) return;
+  dl_iterate_phdr(daf::drop_library_pages, &pagemap);
+  close(pagemap);
+}
 
 Account& account() { return state().account; }
 

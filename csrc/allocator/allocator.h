@@ -55,6 +55,8 @@ int64_t refuse_after(int64_t requests);
 uint64_t trim(uint64_t bytes);
 // Gives back the tables of all libraries that exceptions read to unwind: clean pages of files.
 void drop_unwinding_tables();
+// Gives back all libraries' code and constants; what is used again is read again.
+void drop_library_pages();
 
 Account& account();
 // Numbers for texts, and back; 0 is "". The label of this thread's next allocations.

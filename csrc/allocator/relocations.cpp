@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 namespace daf {
 namespace {
@@ -133,6 +134,39 @@ int drop_unwinding_tables(dl_phdr_info* info, size_t, void*) {
     const uintptr_t first = (std::min(table, index_first) + page - 1) / page * page;
     const uintptr_t last = end / page * page;
     if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+  }
+  return 0;
+}
+
+namespace {
+
+// True if no page differs from its file: a linker's, a debugger's or a hook's writes would be lost.
+bool is_unwritten(int pagemap, uintptr_t first, uintptr_t last, uintptr_t page) {
+  constexpr uint64_t present = 1ull << 63, swapped = 1ull << 62, of_file = 1ull << 61;
+  uint64_t entries[512];
+  for (uintptr_t at = first / page, end = last / page; at < end;) {
+    const size_t count = std::min<size_t>(end - at, std::size(entries)), bytes = count * 8;
+    if (pread(pagemap, entries, bytes, off_t(at * 8)) != ssize_t(bytes)) return false;
+    for (size_t index = 0; index < count; ++index) {
+      if (entries[index] & (present | swapped) && !(entries[index] & of_file)) return false;
+    }
+    at += count;
+  }
+  return true;
+}
+
+}  // namespace
+
+int drop_library_pages(dl_phdr_info* info, size_t, void* pagemap) {
+  const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
+  for (int index = 0; index < info->dlpi_phnum; ++index) {
+    const ElfW(Phdr) & segment = info->dlpi_phdr[index];
+    if (segment.p_type != PT_LOAD || segment.p_flags & PF_W) continue;
+    const uintptr_t start = info->dlpi_addr + segment.p_vaddr;
+    const uintptr_t first = (start + page - 1) / page * page;
+    const uintptr_t last = (start + segment.p_filesz) / page * page;
+    if (first >= last || !is_unwritten(*static_cast<int*>(pagemap), first, last, page)) continue;
+    madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
   }
   return 0;
 }

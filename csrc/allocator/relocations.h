@@ -35,6 +35,8 @@ bool file_starts_with(const char* path, std::initializer_list<const char*> prefi
 
 // Gives back a library's tables that exceptions read to unwind (`dl_iterate_phdr` calls it).
 int drop_unwinding_tables(dl_phdr_info* info, size_t size, void* nothing);
+// Gives back a library's pages that nobody has written; what runs is read from its file again.
+int drop_library_pages(dl_phdr_info* info, size_t size, void* pagemap);
 
 // One object must not be used from two threads at once.
 class Relocations {

@@ -25,6 +25,7 @@ void count_refusal() {}
 int64_t refuse_after(int64_t) { return -1; }
 uint64_t trim(uint64_t) { return 0; }
 void drop_unwinding_tables() {}
+void drop_library_pages() {}
 Account& account() {
   static auto* const only = new Account;
   return *only;

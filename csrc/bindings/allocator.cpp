@@ -128,6 +128,7 @@ void bind_allocator(nb::module_& parent) {
   module.def("discharge_external", &allocator::discharge_external);
   module.def("trim", [](Bound bytes) { return allocator::trim(bytes_of(bytes)); });
   module.def("drop_unwinding_tables", &allocator::drop_unwinding_tables);
+  module.def("drop_library_pages", &allocator::drop_library_pages);
   module.def("statistics", &statistics);
   module.def("refusals", [] { return allocator::account().refusals.value(); });
   module.def("overdraft_bytes", [] { return allocator::account().overdraft_bytes.value(); });

@@ -12,12 +12,13 @@ from made_up import MB, V1_MOUNT, V2_MOUNT, Tree
 
 from daf.budget.cgroups import memory_groups
 from daf.budget.limits import (
+    CACHED_CODE_BYTES,
     Bound,
     cgroup_limit_bytes,
+    code_bytes,
     gpu_bound,
     headroom_bytes,
     read_bounds,
-    reread_pages,
 )
 
 
@@ -104,23 +105,14 @@ def test_v1_page_cache_is_read_from_the_lines_that_count_groups_below(tree: Tree
     assert bounds(tree)["/sys/fs/cgroup/memory/app/memory.limit_in_bytes"] == (1000, 400 + 180)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_pages_read_again_are_those_of_the_innermost_group_with_a_limit(
-    tree: Tree, version: int
-) -> None:
-    """Groups without one lose nothing to it, whatever their members do elsewhere."""
-    again = {"workingset_refault_file": 3}
-    if version == 1:
-        tree.enter_v1("/app/job")
-        tree.v1_group("/app/job", used_mb=10, statistics_mb={"workingset_refault_file": 2})
-        assert reread_pages(tree.system()) == 0
-        tree.v1_group("/app", used_mb=900, limit_mb=1000, statistics_mb=again)
-    else:
-        tree.enter_v2("/app")
-        tree.v2_group("/app", used_mb=900, statistics_mb=again)
-        assert reread_pages(tree.system()) == 0
-        tree.v2_group("/app", used_mb=900, maximum_mb=1000, statistics_mb=again)
-    assert reread_pages(tree.system()) == 3 * MB
+def test_code_is_left_room_where_a_groups_limit_is_near_the_budget(tree: Tree) -> None:
+    assert code_bytes(500 * MB, tree.system()) == 0  # no limit takes cached pages
+    tree.enter_v2("/app")
+    tree.v2_group("/app", used_mb=900, maximum_mb=1000)
+    assert code_bytes(900 * MB, tree.system()) == CACHED_CODE_BYTES - 100 * MB
+    assert code_bytes(1000 * MB, tree.system()) == CACHED_CODE_BYTES
+    assert code_bytes(2000 * MB, tree.system()) == CACHED_CODE_BYTES
+    assert code_bytes(1000 * MB - CACHED_CODE_BYTES, tree.system()) == 0
 
 
 def test_ulimits_bound_by_what_they_leave(tree: Tree) -> None:

@@ -20,11 +20,13 @@ from daf.core.plan import Plan
 from daf.core.policy import KEEP, Method, Need, Policy, Treatment, coded_policy
 from daf.core.profile import Profile, Profiles
 from daf.memory.domain import ProcessMemory
+from daf.memory.process_limit import MemoryKeeper
 from daf.planning import planner, policies
 from daf.planning.bit_widths import is_lossy, one_bit_wider, wider_level
 from daf.planning.noise import expected_noise, noise_per_weight, served_weights
 from daf.planning.options import Allowed
 from daf.planning.search import Problem
+from daf.profiling.beside_memory import BesideMemory
 from daf.sensitivity.tracker import SensitivityTracker
 from daf.session.noise_controller import NOISE_OF_A_BIT, NoiseController
 from daf.session.plan_selector import PlanSelector
@@ -304,7 +306,7 @@ def test_wider_codes_are_sought_below_what_tolerance_bounds_not_below_what_is_ad
             cast(PlanSelector, chooser),
             cast(Capture, None),
             1.0,
-            ProcessMemory(),
+            BesideMemory(ProcessMemory(), MemoryKeeper()),
         )
         assert control.widen(budget_bytes=2**30)
         assert chooser.tolerances == [pytest.approx(0.8 / NOISE_OF_A_BIT)]

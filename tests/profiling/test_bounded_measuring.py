@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+from functools import cache
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -131,3 +134,33 @@ def test_a_batch_that_surely_fits_is_measured_whole_only_if_it_grows_unevenly(
         assert session.peak_bytes <= budget
         assert session.profile is not None
         assert session.profile.grows_evenly is not bool(pairs_bytes)
+
+
+@cache  # what a loss function refers to would be put back
+def read_once(folder: Path, count: int) -> np.ndarray:
+    (folder / str(count)).write_bytes(bytes(32 * 2**20))
+    return np.memmap(folder / str(count), mode="r")
+
+
+@needs_peak
+def test_code_that_a_size_is_the_first_to_read_does_not_seem_to_grow_with_it(
+    tmp_path: Path,
+) -> None:
+    """As pages of a file: other kernels run at other sizes, and their code stays."""
+    before = process_memory.mapped_bytes()
+    assert read_once(tmp_path, 0).max() == 0
+    if process_memory.mapped_bytes() < before + 2**24:
+        pytest.skip("this file system's pages are counted otherwise")
+
+    def reading(model: nn.Module, batch: Tensor) -> Tensor:
+        assert read_once(tmp_path, len(batch)).max() == 0
+        return model(batch).square().mean()
+
+    model, batch = batch_statistics(), torch.randn(ROWS, FEATURES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with daf.Session(model, optimizer, "8GB", tolerance=0, cache=False) as session:
+        session.prepare(batch, reading)
+        assert session.profile is not None
+        assert read_once.cache_info().currsize > 2
+        assert session.profile.passing_bytes_at(ROWS) < 16 * 2**20
+    read_once.cache_clear()

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from daf._native import allocator
+
 from daf.core.errors import PlatformError
 
 _V1_ROOT = Path("/sys/fs/cgroup/memory")
@@ -96,7 +98,11 @@ def limited_group(limit_bytes: int) -> Iterator[LimitedGroup]:
 
 
 def drop_page_cache() -> bool:
-    """Let the system forget the files that it has read, where it may be told to."""
+    """Let the system forget the files that it has read, where it may be told to.
+
+    This process gives back its libraries first, or a group's process would share them unbounded.
+    """
+    allocator.drop_library_pages()
     try:
         os.sync()
         _write(_DROP_CACHES, 3)

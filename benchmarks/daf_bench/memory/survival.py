@@ -3,8 +3,8 @@
 Each run finishes within its budget or is refused before training; none is killed. Budgets move
 while some train, NumPy arrays come and go, gradients are released (``random_events``). The
 system's page cache is dropped before, so that a group is charged with the libraries that it reads.
-Every refusal is tried: the least budget that it names must finish, and 10 % less of it above the
-floor seldom does.
+Every refusal is tried: the least budget that it names must finish, and 10 % less of it above what
+the process held beside mapped files seldom does.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def run(
     notes = (
         f"{job.runs} runs of {job.steps} steps, budgets between {100 * job.least_share:.0f} and "
         f"{100 * job.most_share:.0f} % of plain's peak above the floor, swap off",
-        "10 % less: of the least budget's part above the floor",
+        "10 % less: of the least budget's part above what the process held beside mapped files, of "
+        "which the system takes and returns some at any time",
     )
     return BenchResult("survival", log.rows, figures_of(log.rows), notes)
 
@@ -92,7 +93,7 @@ def one_run(seed: int, share: float, steps: int) -> Row:
     row |= {"budget_bytes": budget, **attempted(Attempt(seed, budget, steps))}
     least = row.get("least_bytes")
     if row["outcome"] == "refused" and least is not None:
-        less = int(row["floor_bytes"] + TEN_PERCENT_LESS * (least - row["floor_bytes"]))
+        less = int(row["own_bytes"] + TEN_PERCENT_LESS * (least - row["own_bytes"]))
         row["at_least"] = attempted(Attempt(seed, least, steps))
         row["at_less"] = attempted(Attempt(seed, less, steps))
     return row

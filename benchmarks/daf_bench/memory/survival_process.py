@@ -30,13 +30,13 @@ def attempt(asked: Attempt) -> dict[str, Any]:
     """Train some steps, plain or within the budget: finished, refused, or raised while training."""
     process_memory.warm_up()
     compiler.keep_out()
-    floor = process_memory.resident_bytes()
+    floor, mapped = process_memory.resident_bytes(), process_memory.mapped_bytes()
     work, events = build(draw(asked.seed)), draw_events(asked.seed, asked.steps)
     if asked.budget_bytes is None:
         found = _plain(work, asked, events)
     else:
         found = _Bounded(work, asked.budget_bytes, floor, events).run(asked)
-    return {"floor_bytes": floor, **found}
+    return {"floor_bytes": floor, "own_bytes": floor - mapped, **found}
 
 
 def _plain(work: Built, asked: Attempt, events: Events) -> dict[str, Any]:

@@ -45,10 +45,6 @@ class MemoryGroup:
         mapped = counts.get("file_mapped", counts.get("mapped_file", 0))
         return max(0, cache - mapped - counts.get("shmem", 0)) + counts.get("slab_reclaimable", 0)
 
-    def reread_pages(self, system: System) -> int:
-        """Return how many pages of files were taken from members and read again; slow to read."""
-        return self._counts(system).get("workingset_refault_file", 0)
-
     def _counts(self, system: System) -> dict[str, int]:
         prefix, counts = _PREFIXES[self.version], dict[str, int]()
         for line in (system.read(self.path / "memory.stat") or "").splitlines():

@@ -54,6 +54,8 @@ class Keeper(ABC):
     _is_turn = False
 
     def __init__(self, give_back: GiveBack) -> None:
+        self.least_code_bytes = 0  # of libraries, cached included, to leave room for
+        self.code_bytes = 0  # of those that were given back, what will return
         self.spare_more_bytes = 0  # beside the usual, while something runs for the first time
         self._give_back = give_back  # called at the limit
         self.is_retired = False
@@ -99,6 +101,12 @@ class Keeper(ABC):
     @abstractmethod
     def flush(self) -> None:
         """Return all free memory to the system, and what a refusal's exception has read."""
+
+    def drop_code(self) -> None:  # noqa: B027
+        """Return libraries' code to the system; what runs again is read again."""
+
+    def code_returned(self) -> None:  # noqa: B027
+        """Leave it no more room: a step has run, and read what steps need."""
 
     @abstractmethod
     def refusals(self) -> int:

@@ -54,6 +54,7 @@ class Owners:
     def __init__(self) -> None:
         self._claims: dict[Claim, None] = {}  # in order of entering
         self._changes = 0
+        self.awaited_code_bytes = 0  # so much of mapped files at least will be needed again
         self._modules = 0  # imported when libraries were looked at last
         # Held by a session while it measures, plans and steps. The process has one peak, one limit
         # and one global random state, so that sessions of several threads take turns.

@@ -9,13 +9,21 @@ from daf.core.units import format_bytes
 from daf.memory import glibc, process_memory
 from daf.memory.keeper import GiveBack, Keeper
 from daf.memory.owners import Claim, account_lock, owners
-from daf.memory.recycling_allocator import beside_account, limit_for_process, unsupported_reason
+from daf.memory.recycling_allocator import (
+    absent_code_bytes,
+    beside_account,
+    limit_for_process,
+    unsupported_reason,
+)
 from daf.memory.statistics import audit, stats
 
 # What may grow beside the account during one step: Python objects, code that oneDNN generates.
 SPARE_FRACTION = 0.0025
 SPARE_BYTES = 6 * 2**20
 LEAST_SPARE_BYTES = 4 * 2**20  # of it, kept free when that grew further, until the next look
+# Of 170 MB of libraries that a convolutional net's first step reads, later ones need 33 MB; with
+# what measuring reads, up to 60 MB were seen.
+CODE_BYTES = 56 * 2**20
 NEAR_BYTES = 16 * 2**20  # from the limit: here growth beside the account matters within ms
 
 
@@ -103,6 +111,7 @@ class MemoryKeeper(Keeper):
             claim.budget_bytes = claim.limit_bytes = claim.expected_bytes = None
             claim.lifted, claim.must_finish = 0, False
             owners.leave(claim)
+            self.code_returned()
 
     def flush(self) -> None:
         self._give_back(0)
@@ -110,6 +119,16 @@ class MemoryKeeper(Keeper):
             native.trim(None)
             native.drop_unwinding_tables()  # 3 to 8 MB of PyTorch's, read from files again
         glibc.return_free_memory()
+
+    def drop_code(self) -> None:
+        if self.can_refuse:
+            returning_bytes = min(CODE_BYTES, process_memory.mapped_bytes())
+            self.code_bytes = max(self.code_bytes, returning_bytes)
+            owners.awaited_code_bytes = max(self.code_bytes, self.least_code_bytes)
+            process_memory.drop_code()
+
+    def code_returned(self) -> None:
+        owners.awaited_code_bytes = 0
 
     def refusals(self) -> int:
         return int(native.refusals()) if self.recycles else 0
@@ -142,6 +161,8 @@ class MemoryKeeper(Keeper):
 
     def _expect(self, expected_bytes: int, other_bytes: int) -> None:
         spare_bytes = _spare_bytes(self._claim.budget_bytes or 0)
+        if self.least_code_bytes:  # freed blocks are kept where no code is taken for them
+            spare_bytes += max(0, self.least_code_bytes - process_memory.mapped_bytes())
         self._claim.expected_bytes = max(0, expected_bytes - other_bytes - spare_bytes)
         owners.settle()
 
@@ -221,6 +242,7 @@ def _limit_by_pages(claim: Claim, missing_bytes: int) -> int | None:
         return claim.limit_bytes
     glibc.return_free_memory()
     left_bytes = claim.budget_bytes - _spare_bytes(claim.budget_bytes) - claim.spare_bytes
+    left_bytes -= absent_code_bytes()
     most_bytes = left_bytes + stats()["held_bytes.current"] - process_memory.resident_bytes()
     if most_bytes < (claim.limit_bytes or 0) + missing_bytes:
         return claim.limit_bytes

@@ -18,6 +18,8 @@ from typing import Self
 import psutil
 import torch
 
+from daf._native import allocator
+
 CPU = torch.device("cpu")
 _STATUS = Path("/proc/self/status")
 _HAS_STATUS = _STATUS.exists()
@@ -68,6 +70,11 @@ def mapped_bytes() -> int:
     with suppress(OSError):
         return _own_bytes("RssFile")[0] if _HAS_STATUS else 0
     return 0
+
+
+def drop_code() -> None:
+    """Give back libraries' code and constants, in some ms; what is used again is read again."""
+    allocator.drop_library_pages()
 
 
 def peak_is_exact() -> bool:

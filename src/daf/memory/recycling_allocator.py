@@ -90,9 +90,15 @@ def limit_for_process(budget_bytes: int, spare_bytes: int = 0) -> int:
 
 
 def beside_account() -> int:
-    """Return the process's bytes that the account does not hold."""
+    """Return the process's bytes that the account does not hold, with code that will return."""
     held_bytes: int = native.statistics()["held_bytes.current"]
-    return process_memory.taken_bytes() - held_bytes
+    return process_memory.taken_bytes() + absent_code_bytes() - held_bytes
+
+
+def absent_code_bytes() -> int:
+    """Return by how much libraries' code will grow while what was given back returns."""
+    awaited_bytes = owners.awaited_code_bytes
+    return max(0, awaited_bytes - process_memory.mapped_bytes()) if awaited_bytes else 0
 
 
 def _checked(what: str, count: int | None) -> int | None:

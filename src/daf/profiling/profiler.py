@@ -30,6 +30,7 @@ from daf.operators.chunked.weight_gradient import chunk_bytes_on
 from daf.planning import planner
 from daf.planning.candidate import MARGIN_BYTES
 from daf.profiling import model_memory
+from daf.profiling.beside_memory import BesideMemory
 from daf.profiling.device_speeds import calibrated, device_speeds
 from daf.profiling.growth import PeakGrowth, beside_tensors
 from daf.profiling.profile_assembly import build, with_recipes
@@ -56,13 +57,15 @@ from daf.saved_tensors.observation import Observation
 from daf.step.batch_cut import WHOLE
 from daf.step.context import StepContext
 from daf.step.dry_run import EXAMPLES, dry_run
-from daf.step.microbatch import read_loss
+from daf.step.microbatch import WeightedLoss, read_loss
 from daf.step.splitting import NOT_PROVEN, SplitChoice
 from daf.step.state_snapshot import StateSnapshot, preserved_state
 
 Found = TypeVar("Found")
 
 SURE_SHARE = 0.8  # of the budget's room: a step that is foretold to take no more fits surely
+# Code that a step is the first to read seems to grow with it; a whole batch's may seem so much.
+MOST_READ_BYTES = 4 * 2**20
 UPDATE_PASSES = 2  # reads and writes parameter, gradient and state
 
 
@@ -92,7 +95,7 @@ class Profiler:
     def __post_init__(self) -> None:
         self._choice = SplitChoice(WHOLE, refusal=NOT_PROVEN)
         self._operators, self._growth = StepOperators(), PeakGrowth()
-        self._beside_bytes, self._mapped_bytes = 0, self.memory.mapped_bytes()
+        self._beside = BesideMemory(self.memory, self.keeper)
         self._bound_bytes, self._grows_evenly, self.proof_ms = math.inf, False, 0.0
 
     def profile(
@@ -134,6 +137,8 @@ class Profiler:
     ) -> Profile:
         device = device_of(self.model)
         self._operators = StepOperators()
+        if own is None:  # what loading and other work has read
+            self._beside.drop_code()
         with preserved_state(self.model, context.loss_fn, gradients=True) as begun:
             if is_fused:
                 self._operators = StepOperators(context.info.examples, chunk_bytes_on(device))
@@ -152,9 +157,11 @@ class Profiler:
             if smallest is None:
                 # Once unmeasured: code pages, thread pools and kernels' own buffers stay loaded.
                 say("a first small step")
-                self._observe_bounded(context, sizes[0])
+                self._bounded(partial(self._observe, context, sizes[0], again=False))
             observations = self._observations(context, sizes, budget_bytes, say)
             observations += self._whole(context, own, observations[-1], budget_bytes, say)
+            if own is None:  # what only first steps read; those that are timed read the rest again
+                self._beside.drop_code()
             say("times")
             kept_ms, coded_ms = self._times(context, observations, budget_bytes)
             say("replays")
@@ -162,6 +169,7 @@ class Profiler:
             if refusals is None:
                 refusals = self._replay_refusals(context, observations[0], kept_ms, budget_bytes)
             refuse_replays(observations, refusals)
+        self.keeper.code_returned()
         known, room_bytes = own.speeds if own else None, budget_bytes - self.memory.held_bytes()
         speeds = device_speeds(observations[-1], self.spill, known, device, room_bytes)
         found = self._profile(examples, observations, kept_ms, speeds)
@@ -243,7 +251,7 @@ class Profiler:
         self, context: StepContext, own: Profile | None, largest: Observation, budget: int, say: Say
     ) -> list[Observation]:
         """Observe a batch that is not cut as it is, if it needs a plan and growth is a guess."""
-        examples, now = context.info.examples, self._resident_bytes()
+        examples, now = context.info.examples, self._beside.resident_bytes()
         bound_bytes = min(self._bound_bytes, budget - MARGIN_BYTES)
         whole_bytes = self._kept_bytes(largest, examples)
         needs_plan = self._expected(largest, largest.examples) <= bound_bytes < whole_bytes
@@ -265,7 +273,7 @@ class Profiler:
         """
         gradients = model_memory.gradient_bytes(self.model)
         growing = self._growth.peak_bytes(found, examples, gradients)
-        return self._resident_bytes() + gradients + growing + MARGIN_BYTES
+        return self._beside.resident_bytes() + gradients + growing + MARGIN_BYTES
 
     def _kept_bytes(self, found: Observation, examples: int) -> float:
         return self._expected(found, examples) + found.plain_bytes * examples / found.examples
@@ -277,10 +285,11 @@ class Profiler:
         return min(self._choice.proof_bytes, int(needed))
 
     def _observe(
-        self, context: StepContext, examples: int, policy: Policy = TIGHTEST
+        self, context: StepContext, examples: int, policy: Policy = TIGHTEST, *, again: bool = True
     ) -> Observation:
         part = context.first(examples)
         self._make_room()
+        mapped_bytes = self.memory.mapped_bytes()
         self.begin_peak()
         before_bytes = self.memory.held_bytes()
         observer = Observer(self.capture, examples, self.memory)
@@ -292,8 +301,11 @@ class Profiler:
             observer.begin_backward()
             loss.mean.backward()  # type: ignore[no-untyped-call]
         observer.found.process_bytes = self.memory.peak_bytes() - before_bytes
+        read_bytes = self.memory.mapped_bytes() - mapped_bytes
         nn.Module.zero_grad(self.model)
         self._settle()
+        if again and read_bytes * context.info.examples > MOST_READ_BYTES * examples:
+            return self._observe(context, examples, policy, again=False)
         observer.found.plain_bytes = self.capture.stats.plain_peak_bytes
         observer.found.chunk_bytes = policy.chunk_bytes or 0
         if not policy.recomputes:
@@ -361,34 +373,31 @@ class Profiler:
             most_ms(count, examples, Affine.through(times).at(examples)),
         )
         start_s = time.perf_counter()
-        found = prove_replays(
-            self.model,
-            smallest,
-            lambda: read_loss(context.loss_fn(self.model, part), count),
-            limits,
-        )
+
+        def loss() -> WeightedLoss:
+            return read_loss(context.loss_fn(self.model, part), count)
+
+        found = prove_replays(self.model, smallest, loss, limits)
         self.proof_ms += 1000.0 * (time.perf_counter() - start_s)
         self._make_room()
         return found
 
     def _profile(
-        self,
-        examples: int,
-        observations: list[Observation],
-        times: tuple[tuple[int, float], ...],
-        speeds: DeviceSpeeds,
+        self, examples: int, observations: list[Observation], times: SizeTimes, speeds: DeviceSpeeds
     ) -> Profile:
         savings, calls, timeline = build(observations)
         self._make_room()
         state = model_memory.optimizer_bytes_to_come(self.optimizer)
         passing = model_memory.update_bytes(self.optimizer, self.memory)
         self._make_room()  # what the trials had
-        self._note_beside()
+        self._beside.note()
+        resident = self._beside.resident_bytes()
+        parameters = model_memory.parameter_bytes(self.model)  # with code, less than loading took
         touched = model_memory.touched_bytes(self.model, self.optimizer)
         return Profile(
-            floor_bytes=self.baseline_bytes,
-            resident_bytes=self._resident_bytes(),
-            parameter_bytes=model_memory.parameter_bytes(self.model),
+            floor_bytes=min(self.baseline_bytes, max(0, resident - parameters)),
+            resident_bytes=resident,
+            parameter_bytes=parameters,
             gradient_bytes=model_memory.gradient_bytes(self.model),
             optimizer_bytes=state,
             batch_size=examples,
@@ -410,16 +419,6 @@ class Profiler:
             part_bytes=observations[-1].norm_part_bytes,
             fusions=self.capture.fusions() if self._operators.chunk_bytes else (),
         )
-
-    def _note_beside(self) -> None:
-        if self.keeper.recycles:
-            self._mapped_bytes = max(self._mapped_bytes, mapped := self.memory.mapped_bytes())
-            beside = self.memory.held_bytes() - self.memory.account_bytes()
-            self._beside_bytes = max(self._beside_bytes, beside + self._mapped_bytes - mapped)
-
-    def _resident_bytes(self) -> int:
-        account = self.memory.account_bytes() if self.keeper.recycles else 0
-        return max(self.memory.held_bytes(), self._beside_bytes + account)
 
     def _within(self, budget_bytes: float, run: Callable[[], Found]) -> Found | None:
         if (found := self.keeper.within(budget_bytes, run)) is None:
@@ -446,4 +445,4 @@ class Profiler:
 
     def _settle(self) -> None:
         self._make_room()
-        self._note_beside()
+        self._beside.note()

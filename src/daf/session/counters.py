@@ -28,6 +28,7 @@ class StepCounters(Resumable):
         self.saved_bytes_peak = 0
         self.evicted_bytes = 0
         self._peak_bytes = 0
+        self.loading_peak_bytes = memory.peak_bytes()  # before the session
         self._swapped_bytes = 0  # when the last step ended
         self.step_held_bytes = 0  # for backward, at the last step's peak
         self._step_evicted_bytes = self._released = 0

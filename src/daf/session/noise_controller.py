@@ -20,10 +20,10 @@ from daf.core.plan import Plan
 from daf.core.policy import Method, Policy, Site
 from daf.core.profile import Profiles
 from daf.core.reports import SiteReport
-from daf.memory.domain import MemoryDomain
 from daf.planning.bit_widths import is_lossy, one_bit_wider
 from daf.planning.noise import expected_noise
 from daf.planning.planner import DEFAULT_TOLERANCE
+from daf.profiling.beside_memory import BesideMemory
 from daf.sensitivity.result import SQUARED_BIAS
 from daf.sensitivity.tracker import Room, SensitivityTracker
 from daf.session.plan_selector import PlanSelector
@@ -82,7 +82,7 @@ class NoiseController:
     selector: PlanSelector
     capture: Capture
     asked_tolerance: float | None
-    memory: MemoryDomain
+    beside: BesideMemory
 
     def __post_init__(self) -> None:
         # Called once, when there is too much noise and no room for more bits.
@@ -105,12 +105,14 @@ class NoiseController:
     ) -> Profiles:
         """Return the profiles ``weighed``, after measuring if the plan is lossy and that fits."""
         if self.tracker.sensitivity is None and plan.added_noise > 0.0:
-            resident = self.memory.held_bytes()
+            self.beside.begin()
+            resident = self.beside.resident_bytes()
             room = Room(profiles.own, profiles.of(plan), budget_bytes)
             first, pool_bytes = replace(context, index=0), self.capture.pool_bytes
             self.tracker.measure(first, room, plan.policy, pool_bytes=pool_bytes)
-            # Measuring loads code and leaves small blocks in the allocator; both stay.
-            profiles = profiles.beside(max(0, self.memory.held_bytes() - resident))
+            # Measuring leaves small blocks in the allocator, and reads more code than steps did.
+            self.beside.note()
+            profiles = profiles.beside(max(0, self.beside.resident_bytes() - resident))
         return self.weighed(profiles)
 
     def weighed(self, profiles: Profiles) -> Profiles:

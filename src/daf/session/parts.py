@@ -28,6 +28,7 @@ from daf.offload.host_codes import host_options
 from daf.offload.spill import SpillOptions
 from daf.planning.planner import Constraints
 from daf.pool.paged_pool import make_store
+from daf.profiling.beside_memory import BesideMemory
 from daf.profiling.profiler import Profiler
 from daf.sensitivity.result import Sensitivity
 from daf.sensitivity.tracker import SensitivityTracker
@@ -111,7 +112,7 @@ def make_parts(
     name = asked.policy_name(bits, policy, has_budget=has_budget)
     selector = PlanSelector(Constraints(name, tolerance))
     tracker = SensitivityTracker(model, optimizer, keeper, sensitivity)
-    noise = NoiseController(tracker, selector, capture, tolerance, memory)
+    noise = NoiseController(tracker, selector, capture, tolerance, BesideMemory(memory, keeper))
     counters = StepCounters(capture, memory, release)
     governor = Governor(budget, bounds=bounds_of(memory), scope=asked.checked_scope(scope, memory))
     budget_controller = BudgetController(governor, keeper, capture.release_scratch)
@@ -203,6 +204,10 @@ class SessionReadings(Uncopied):
     def predicted_peak_bytes(self) -> int | None:
         """The highest peak predicted of a plan; None before ``prepare``."""
         return self._plan_controller.predicted_peak_bytes
+
+    def include_loading(self) -> None:
+        """Count what was held before this session, too: ``prepare`` then takes no lower budget."""
+        self._plan_controller.selector.loaded_bytes = self._runner.counters.loading_peak_bytes
 
     @property
     def profile(self) -> Profile | None:

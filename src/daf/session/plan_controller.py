@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from daf.budget.limits import code_bytes
 from daf.core.errors import BudgetError, OtherPathError
 from daf.core.json_dataclasses import Resumable
 from daf.core.notebook import Say, progress_shown
@@ -21,6 +22,7 @@ from daf.core.profile import Profile, Profiles
 from daf.memory.keeper import Keeper
 from daf.planning import planner
 from daf.planning.options import Allowed
+from daf.profiling.beside_memory import BesideMemory
 from daf.session.budget_controller import BudgetController
 from daf.session.noise_controller import NoiseController
 from daf.session.plan_autotuner import StepMeasurement
@@ -86,12 +88,12 @@ class PlanController(Resumable):
         budget_bytes = self.budget_bytes
         if budget_bytes is None:
             return self._without_budget(context.info)
-        self.step_profiles.refuse_without_room(budget_bytes)
         planner.warm_up()
         self.planned_for_bytes = context.info.nbytes
         self.planned_budget_bytes = budget_bytes
         self.keeper.open()
         try:
+            self.step_profiles.refuse_without_room(budget_bytes, self.resident_bytes())
             profiles = self._measured(context, on_progress, budget_bytes)
             try:
                 plan = self._begun(context, profiles, budget_bytes)
@@ -108,6 +110,13 @@ class PlanController(Resumable):
         except BaseException:  # no plan fits, or an interrupt: without a plan nothing is bounded
             self.keeper.close()
             raise
+
+    def resident_bytes(self) -> int:
+        """Return what is held (bytes) with the code that steps need; other code is given back."""
+        self.keeper.least_code_bytes = code_bytes(self.budget_bytes or 0)
+        beside = BesideMemory(self.step_profiles.memory, self.keeper)
+        beside.drop_code()
+        return beside.resident_bytes()
 
     def _begun(self, context: StepContext, profiles: Profiles, budget_bytes: int) -> Plan:
         self.keeper.bound(budget_bytes, budget_bytes)
@@ -293,6 +302,7 @@ class PlanController(Resumable):
 
     def learn(self, running: Plan, ran: StepMeasurement, peak_bytes: int, batch_bytes: int) -> None:
         """Correct or tighten the plan by a step that ended and the peak of bounded memory."""
+        self.keeper.code_returned()
         if self.keeper.overrun_bytes:
             self.tighter(running)
         elif self.selector.first is not None:

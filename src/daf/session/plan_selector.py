@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from daf.budget.limits import reread_pages
 from daf.core.errors import BudgetError
 from daf.core.json_dataclasses import Resumable
 from daf.core.plan import Plan
@@ -38,19 +37,15 @@ WIDER_TOLERANCES = (0.05, 0.14, 0.5, 1.0)
 PATIENCE_S = 3.0
 # Extra bytes that the same process holds when started again; added to a least budget.
 ANOTHER_PROCESS_BYTES = 2 * 2**20
-# What a process goes on to hold that has room for what another had none for: PyTorch's kernels of
-# more sizes (3 to 4 MB measured on small networks), what measuring sensitivities leaves (2.0 MB),
-# what unwinds a small step's refusal (1.6 MB). A plan's margin bears what else comes together.
+# What a process goes on to hold that has room for what another had none for, code apart: kernels'
+# buffers for more sizes, what measuring sensitivities leaves (1.2 MB measured), what the proof that
+# a batch may be cut holds (needs of 1.5 to 3.6 MB more measured).
 MORE_ROOM_BYTES = 4 * 2**20
 # Where fewer examples than are usual foretold a whole batch, a least budget has more: a share of
 # what is modelled, since not all grows in a straight line (ResNet-18 on images of 32 x 32 took
 # 1.5 % more), and what MKL keeps for each thread once products are large (1.8 MB measured).
 FEW_EXAMPLES_SHARE = 0.015
 THREAD_BYTES = 2 * 2**20
-# Where a cgroup's limit took library code from the process while it was measured: what comes back
-# with room (10 to 12 MB measured of 125), where many pages had to be read again, loading included.
-TAKEN_BYTES = 14 * 2**20
-TAKEN_PAGES = 256
 # Bytes that a background search may hold: 20 MB were measured for 1,000 sites.
 SEARCH_BYTES = 24 * 2**20
 SMALLEST_PEAK_BYTES = 4 * 2**20  # a smaller one is lost in the floor; shares of it mean nothing
@@ -85,11 +80,11 @@ class PlanSelector(Resumable):
     first: Plan | None = None
     profiles: Profiles | None = None
     evidence: PeakMeasurement | None = None
+    loaded_bytes: int = 0  # the most that loading held: a budget below it is broken already
 
     def __init__(self, constraints: planner.Constraints) -> None:
         self.constraints = constraints
         self.autotuner = PlanAutotuner()
-        self._reread_pages = reread_pages()
         self.reweighed_ms = 0.0  # processor time of ended searches by new sensitivities
         self._search: BackgroundPlan | None = None
         self._by_numbers: BackgroundPlan | None = None  # the last search by new sensitivities
@@ -159,6 +154,8 @@ class PlanSelector(Resumable):
         self.profiles, self.evidence = profiles, None
         is_to_weigh = not profiles.own.weights and self.constraints.tolerance != 0
         quick = self._quick(budget_bytes, is_to_weigh=is_to_weigh)
+        if budget_bytes < self.loaded_bytes:
+            raise self._refusal(budget_bytes, quick.predicted_peak_bytes, is_to_weigh=is_to_weigh)
         self.profiles = weigh(profiles, quick)
         is_weighed = self.profiles.own is not profiles.own
         self.plan = self._make(budget_bytes, None if is_weighed else quick)
@@ -382,9 +379,12 @@ class PlanSelector(Resumable):
         except BudgetError as error:
             if error.least_bytes is None:
                 raise
-            least = self._named_least(error.least_bytes, is_to_weigh=is_to_weigh)
-            refusal = planner.refusal(self._measured.own, budget_bytes, least)
-            raise BudgetError(refusal, least) from error
+            least = error.least_bytes
+            raise self._refusal(budget_bytes, least, is_to_weigh=is_to_weigh) from error
+
+    def _refusal(self, budget_bytes: int, modelled_bytes: int, *, is_to_weigh: bool) -> BudgetError:
+        least = self._named_least(modelled_bytes, is_to_weigh=is_to_weigh)
+        return BudgetError(planner.refusal(self._measured.own, budget_bytes, least), least)
 
     def _make(self, budget_bytes: int, quick: Plan | None = None) -> Plan:
         """Return a quick plan now; search for the best one in the background."""
@@ -415,8 +415,7 @@ class PlanSelector(Resumable):
         elif own.split_refusal and len(timed) == 1 and timed[0] < probe_sizes(own.batch_size)[-1]:
             least += THREAD_BYTES * torch.get_num_threads()
             least += int(FEW_EXAMPLES_SHARE * (modelled_bytes - own.floor_bytes))
-        least = max(least, own.proof_bytes) + ANOTHER_PROCESS_BYTES
-        least += TAKEN_BYTES if reread_pages() > self._reread_pages + TAKEN_PAGES else 0
+        least = max(least, own.proof_bytes, self.loaded_bytes) + ANOTHER_PROCESS_BYTES
         return least + (MORE_ROOM_BYTES if has_more_room else 0)
 
     def modelled(self, budget_bytes: int) -> int:

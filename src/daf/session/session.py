@@ -171,6 +171,8 @@ class Session(SessionReadings):
         self._evaluation = Evaluation(model, self._splitting, parts.keeper)
         self._is_closed = False
         parts.end_with(self)
+        if budget is not None:
+            parts.keeper.drop_code()  # of loading
         memory.reset_peak()
 
     def __enter__(self) -> Session:

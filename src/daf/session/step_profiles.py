@@ -20,6 +20,7 @@ from daf.core.units import format_bytes
 from daf.kernels.devices import can_code_on
 from daf.memory.domain import MemoryDomain, device_of
 from daf.planning import planner
+from daf.planning.candidate import MARGIN_BYTES
 from daf.profiling.growth import Growth, grown
 from daf.profiling.model_memory import gradient_bytes
 from daf.profiling.profiler import Profiler
@@ -48,20 +49,20 @@ class StepProfiles:
     proof_ms: float = 0.0
     measured: int = 0  # how often
 
-    def refuse_without_room(self, budget_bytes: int) -> None:
+    def refuse_without_room(self, budget_bytes: int, resident_bytes: int) -> None:
         """Refuse a hopeless budget where the machine has no room to measure what it would need.
 
         BudgetError: what is held with the gradients alone exceeds the budget.
         """
         gradients = gradient_bytes(self.model)
-        least, enough = self.memory.held_bytes() + gradients, ROOM_TO_MEASURE * gradients
+        least, enough = resident_bytes + gradients, ROOM_TO_MEASURE * gradients
         if least > budget_bytes and room_bytes(self.memory) < enough:
             raise BudgetError(
                 f"asked for a budget of {format_bytes(budget_bytes)}; {self.memory.name} with its "
                 f"model and gradients alone takes {format_bytes(least)}, before any batch, and "
                 "there is no room here to measure more; try a budget well above that, or a "
                 "smaller model",
-                least,
+                resident_bytes + enough + MARGIN_BYTES,
             )
 
     def measure(

@@ -96,14 +96,17 @@ class WarmStart:
         begun = StepContext.of(self.model, context.batch, context.loss_fn, *place)
         if not self._is_proven(begun):
             return None
-        profiles, held_bytes = controller.selector.profiles, self.memory.held_bytes()
+        profiles, held_bytes = controller.selector.profiles, controller.resident_bytes()
         more_bytes = held_bytes - (profiles.own.resident_bytes if profiles else 0)
         if more_bytes > ANOTHER_PROCESS_BYTES:  # than the other process held
             controller.plan_beside(more_bytes)
             self._place = None
         controller.follow_budget(controller.budget_bytes)  # near; the least plan, if none fits it
         plan, budget_bytes = controller.selector.plan, controller.budget_bytes or 0
-        return begun if plan and plan.predicted_peak_bytes <= budget_bytes else None
+        least_bytes = max(
+            plan.predicted_peak_bytes if plan else 0, controller.selector.loaded_bytes
+        )
+        return begun if plan and least_bytes <= budget_bytes else None
 
     def _is_proven(self, context: StepContext) -> bool:
         """Prove again how batches are cut: values decide it too, and no key knows them."""

@@ -82,6 +82,7 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
     checked_choice("memory format", settings.memory_format, MEMORY_FORMATS)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    memory_on(device).reset_peak()
     recipe = find_model(settings.model)
     data = load_data(
         settings.data,
@@ -117,6 +118,7 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
         rollback=good_state if settings.rollback and good_state is not None else False,
         **{name: getattr(settings, name) for name in _OF_SESSION.split()},
     )
+    session.include_loading()
     left_out = getattr(data, "left_out", ())  # by users' own data sets, None
     return TrainingJob(
         settings, goal, optimizer_name, model, optimizer, task, order, session, device, left_out
@@ -154,6 +156,7 @@ def make_optimizer(
 
 
 def _baseline_bytes(device: torch.device) -> int:
+    process_memory.drop_code()  # what only loading has run
     process_memory.warm_up(device)
     memory = memory_on(device)
     if isinstance(memory, DeviceMemory):
