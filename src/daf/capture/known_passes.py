@@ -15,15 +15,18 @@ class KnownPasses:
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
         self._known: Hashable = None
+        self._first_index = 0  # of the step whose passes were captured
 
     def begin(
         self, policy: Policy, compiled: CompiledModules, index: int, what: Hashable | None
     ) -> bool:
-        """Note that a pass begins; return True if it saves what the one before did.
+        """Note that a pass begins; return True if it saves what one of a step before did.
 
-        ``index``: the pass's number. ``what`` tells batches apart; None: a part of one.
+        ``index``: the step's number. ``what`` tells batches and their parts apart; None: nothing
+        does.
         """
         keeps_all = policy == plain_policy() and not (compiled.attributes or self._capture.host)
-        before, self._known = self._known, what if keeps_all else None
-        is_same = self._known is not None and self._known == before
-        return is_same and index % COUNTED_EVERY != 0
+        what = what if keeps_all else None
+        if what != self._known:
+            self._known, self._first_index = what, index
+        return what is not None and index != self._first_index and index % COUNTED_EVERY != 0

@@ -207,7 +207,7 @@ class GradientStep:
         is_whole = weights is None
         examples = context.info.examples if is_whole else context.choice.cut.size(part)
         policy = plan.policy.of_piece(examples, plan.micro_batch)
-        capture = self._capturing(context, policy, part, micro_index, is_whole=is_whole)
+        capture = self._capturing(context, policy, part, micro_index, plan.micro_batch)
         operators = LossWeights(names=weights.names) if weights else None
         watching = self.release.watching()
         with capture, watching, operators or nullcontext(), scale_watched() as scaling:
@@ -228,11 +228,11 @@ class GradientStep:
         return loss, scaling.factor
 
     def _capturing(
-        self, context: StepContext, policy: Policy, part: Any, micro_index: int, *, is_whole: bool
+        self, context: StepContext, policy: Policy, part: Any, micro_index: int, micro_batch: int
     ) -> AbstractContextManager[object]:
         """Capture a forward pass, unless what it saves is known."""
         compiled = CompiledModules(self.model)
-        what = (context.kind, context.info.nbytes) if is_whole else None
+        what = (context.kind, context.info.nbytes, micro_batch)
         is_known = self._known_passes.begin(policy, compiled, context.index, what)
         if is_known and not self.release.is_active:
             return apart(compiled)
