@@ -169,13 +169,13 @@ class LossWeights(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator; PyTorch calls this."""
         kwargs = kwargs or {}
-        self._mark_read((*args, *kwargs.values()))
+        given = (*args, *kwargs.values())
+        self._mark_read(given)
         found, name = self._called(func, args, kwargs), getattr(func, "__name__", "")
         if isinstance(found, bool):
             self.branches.append(found)
         if not (self._reads_all or isinstance(found, (Tensor, tuple, list))):
             return found  # a shape, a flag or a module's setting: nothing to follow
-        given = (*args, *kwargs.values())
         is_read = self._reads_all or _is_differentiable(found)
         if is_read:
             self.functions.add(name)
@@ -191,17 +191,22 @@ class LossWeights(TorchFunctionMode):
         for each in _tensors_in(given) if self._noted else ():
             reference, known = self._noted.get(id(each), (lambda: None, []))
             notes += known if reference() is each else ()
-        notes = [*{id(each): each for each in notes}.values()]  # of each way to it one
-        is_scalar = isinstance(found, Tensor) and found.numel() == 1
+        if notes:
+            self._keep([*{id(each): each for each in notes}.values()], found, is_read)  # each once
+        is_division = is_read and name in _DIVISIONS
+        if (is_division or name in _BOUNDS) and isinstance(found, Tensor) and found.numel() == 1:
+            if is_division:
+                counts = [each for each in _tensors_in(given[1:]) if not _is_differentiable(each)]
+                self._note(_Kind.COUNT, counts, found)
+            elif not is_read:
+                self._bounded.append(found)
+
+    def _keep(self, notes: list[_Note], found: Any, is_read: bool) -> None:
         if is_read:
             self._note(_Kind.ORDERED, (size for is_order, size in notes if is_order), found)
             self._note(_Kind.SCALING, (number for is_order, number in notes if not is_order), found)
-            if name in _DIVISIONS and is_scalar:
-                counts = [each for each in _tensors_in(given[1:]) if not _is_differentiable(each)]
-                self._note(_Kind.COUNT, counts, found)
-        elif name in _BOUNDS and is_scalar:
-            self._bounded.append(found)
-        for each in _tensors_in((found,)) if notes and not is_read else ():
+            return
+        for each in _tensors_in((found,)):
             self._noted[id(each)] = weakref.ref(each), notes
 
     def _called(
@@ -286,6 +291,8 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 def _is_differentiable(found: Any) -> bool:
     """Return True for what a gradient goes through; what hooks look at has none."""
+    if type(found) is Tensor:
+        return found.requires_grad
     values = found if isinstance(found, (tuple, list)) else (found,)
     with without_torch_function():
         return any(isinstance(each, Tensor) and each.requires_grad for each in values)
