@@ -241,18 +241,17 @@ def _quantizing(problem: Problem) -> Iterator[Candidate]:
 _widest = first_that_fits(_quantizing)
 
 
-def quantized(problem: Problem) -> Candidate | None:
-    """Return the whole batch coded: the widest that fits, or with sensitivities least noise."""
-    if not problem.profile.weights:
-        return _widest.find(problem)
-    return _least_noise(problem, _table_of_codes(problem))
+def _by_importance(ranges: str) -> Strategy:
+    """Return DAF's published strategy: the whole batch coded, widths by importance.
 
-
-def _published(ranges: str) -> Strategy:
-    """Return DAF's strategy: widths by importance, for codes of tensors' or channels' ranges."""
+    ``ranges``: its codes of tensors' or channels' ranges; empty: ours.
+    """
 
     def table(problem: Problem) -> Table:
-        return _table_of_codes(problem, ranges)
+        allowed = problem.allowed
+        methods = allowed.methods - {Method.SPILL, Method.RECOMPUTE}
+        own = replace(allowed, replay=False, methods=methods, ranges=ranges)
+        return _whole(replace(problem, allowed=own))
 
     return Strategy(lambda p: _least_noise(p, table(p)), lambda p: _least_held(table(p)))
 
@@ -265,17 +264,9 @@ def _least_noise(problem: Problem, table: Table) -> Candidate | None:
     return Candidate(table, found.selection)
 
 
-def _least_coded(problem: Problem) -> Candidate | None:
-    if not problem.profile.weights:
-        return _widest.least(problem)
-    return _least_held(_table_of_codes(problem))
-
-
-def _table_of_codes(problem: Problem, ranges: str = "") -> Table:
-    allowed = problem.allowed
-    methods = allowed.methods - {Method.SPILL, Method.RECOMPUTE}
-    own = replace(allowed, replay=False, methods=methods, ranges=ranges)
-    return _whole(replace(problem, allowed=own))
+def _quantized(problem: Problem) -> Strategy:
+    """Return how the batch is coded: the widest that fits, or with sensitivities least noise."""
+    return _by_importance("") if problem.profile.weights else _widest
 
 
 def lowest_level(problem: Problem, shape: Shape) -> Candidate:
@@ -371,9 +362,9 @@ _strategies |= {
     "checkpoint-static": _in_micro_batches(checkpointed, may_cut=False, widths=()),
     "accumulate": _in_micro_batches(kept_selection, replay=False, widths=()),
     "reduce": _in_micro_batches(reduced, widths=()),
-    "quantize": Strategy(quantized, _least_coded),
-    "daf": _published("tensor"),
-    "daf-channels": _published("channel"),
+    "quantize": Strategy(lambda p: _quantized(p).find(p), lambda p: _quantized(p).least(p)),
+    "daf": _by_importance("tensor"),
+    "daf-channels": _by_importance("channel"),
     "plain": _at_level("keep"),
     "exact": _at_level("exact"),
     **{f"{width}-bit": _at_level(str(width)) for width in WIDTHS},
