@@ -13,7 +13,7 @@ from daf.core.profile import Profile
 from daf.core.reports import FusionReport, LeverRefusal
 from daf.core.units import format_bytes
 from daf.planning.options import KEPT, Option
-from daf.planning.table import Selection, Table, largest_gradient_bytes
+from daf.planning.table import Selection, Table, gradients_by_moment
 
 _ONE_CODE = "one pass, and one code for all"
 _BY_INPUT = "as long as its input is kept, the layer behind holds nothing"
@@ -54,17 +54,17 @@ def account_of(table: Table, selection: Selection) -> dict[str, int]:
     profile, moment = table.profile, int(table.usage_of(selection).argmax())
     saved = int(table.row(moment)[list(selection)].sum())
     base = int(table.base_bytes[moment])
-    gradients = _gradients_at(table, moment)
-    known = {
+    by_moment = gradients_by_moment(profile, table.micro_batch, table.release_gradients)
+    gradients = int(by_moment[moment])
+    return {
         "floor": profile.floor_bytes,
         "parameters": profile.parameter_bytes,
         "gradients": gradients,
         "optimizer_state": profile.optimizer_bytes,
         "saved": saved,
+        "beside_the_model": profile.resident_bytes - profile.floor_bytes - profile.parameter_bytes,
+        "transient": base - profile.resident_bytes - gradients - profile.optimizer_bytes,
     }
-    between = profile.resident_bytes - profile.floor_bytes - profile.parameter_bytes
-    transient = base - profile.resident_bytes - gradients - profile.optimizer_bytes
-    return known | {"beside_the_model": between, "transient": transient}
 
 
 def left_alone(
@@ -106,17 +106,6 @@ def _replaying(reason: str, profile: Profile) -> Profile:
         for call in profile.calls
     )
     return replace(profile, calls=tuple(allowed))
-
-
-def _gradients_at(table: Table, moment: int) -> int:
-    profile = table.profile
-    if table.release_gradients:
-        in_backward = profile.timeline.forward <= moment < len(profile.timeline.gradient_bytes)
-        return largest_gradient_bytes(profile) if in_backward else 0
-    existing = profile.timeline.gradient_bytes
-    if table.micro_batch < profile.batch_size or moment >= len(existing):
-        return profile.gradient_bytes
-    return existing[moment]
 
 
 def _about_micro_batch(table: Table) -> str:

@@ -199,24 +199,27 @@ def make_table(
 
 
 def base_bytes(profile: Profile, micro_batch: int, *, release_gradients: bool) -> Floats:
-    """Return (moments,) bytes of the process without saved tensors; the last is the update's.
+    """Return (moments,) bytes of the process without saved tensors; the last is the update's."""
+    transient = [max(0.0, each.at(micro_batch)) for each in profile.timeline.transient]
+    fixed = profile.resident_bytes + profile.optimizer_bytes
+    gradients = gradients_by_moment(profile, micro_batch, release_gradients)
+    return fixed + gradients + np.array([*transient, profile.update_bytes], dtype=np.float64)
+
+
+def gradients_by_moment(profile: Profile, micro_batch: int, release_gradients: bool) -> Floats:
+    """Return (moments,) bytes of gradients; the last is the update's.
 
     With several micro-batches all gradients exist from the second on. Released gradients count as
     the largest throughout backward, because a step that has changed parameters cannot be retried.
     """
-    timeline = profile.timeline
-    transient = np.array([max(0.0, each.at(micro_batch)) for each in timeline.transient])
-    whole = float(profile.gradient_bytes)
+    existing = [*profile.timeline.gradient_bytes, profile.gradient_bytes]
+    gradients = np.array(existing, dtype=np.float64)
     if release_gradients:
-        gradients = np.zeros(len(transient) + 1)
-        gradients[timeline.forward : -1] = largest_gradient_bytes(profile)
+        gradients[:] = 0.0
+        gradients[profile.timeline.forward : -1] = largest_gradient_bytes(profile)
     elif micro_batch < profile.batch_size:
-        gradients = np.full(len(transient) + 1, whole)
-    else:
-        gradients = np.append(np.array(timeline.gradient_bytes, dtype=np.float64), whole)
-    fixed = profile.resident_bytes + profile.optimizer_bytes
-    result: Floats = fixed + gradients + np.append(transient, float(profile.update_bytes))
-    return result
+        gradients[:] = profile.gradient_bytes
+    return gradients
 
 
 def largest_gradient_bytes(profile: Profile) -> int:
