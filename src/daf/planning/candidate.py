@@ -10,7 +10,7 @@ from daf.core.profile import Profile
 from daf.core.units import format_bytes
 from daf.planning.explain import account_of, explain
 from daf.planning.noise import expected_noise, served_weights
-from daf.planning.options import WIDTHS
+from daf.planning.options import EXACT, KEPT, WIDTHS
 from daf.planning.table import Selection, Table, kept_selection, level_selection
 
 # Outside the account: rounded and small blocks, Python objects, libraries' pages (the solver's).
@@ -186,11 +186,7 @@ def _as_wide_as_parents(
 
 def _uniform_policy(table: Table, selection: Selection) -> policies.Policy | None:
     """Return the named policy that equals this selection, if one does."""
-    if selection == kept_selection(table):
-        return policies.plain_policy()
-    if selection == tuple(sorted(level_selection(table, "exact"))):
-        return policies.exact_policy()
-    for width in WIDTHS:
-        if selection == tuple(sorted(level_selection(table, str(width)))):
-            return policies.coded_policy(width)
-    return None
+    named = {KEPT: policies.plain_policy(), EXACT: policies.exact_policy()}
+    named |= {str(width): policies.coded_policy(width) for width in WIDTHS}
+    equal = (each for level, each in named.items() if selection == level_selection(table, level))
+    return next(equal, None)

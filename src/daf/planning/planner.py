@@ -18,10 +18,10 @@ from daf.planning.bit_widths import is_lossy
 from daf.planning.candidate import Candidate, with_margin, without_margin
 from daf.planning.highs import LinearProgram
 from daf.planning.mip import RELATIVE_GAP
-from daf.planning.options import EVERYTHING, Allowed
+from daf.planning.options import EVERYTHING, KEPT, Allowed
 from daf.planning.policies import Strategy, strategy_named
 from daf.planning.search import Problem, Search, Shape, micro_batch_sizes
-from daf.planning.table import kept_selection, level_selection, make_table
+from daf.planning.table import level_selection, make_table
 
 # Until noise is measured: two bits everywhere, with room for the few sites that get fewer. A
 # seventh of the batch's own variance costs as much as a batch smaller by an eighth.
@@ -166,8 +166,7 @@ def first_plan(
 
 def kept_peak_bytes(profile: Profile) -> int:
     """Return the process's peak (bytes) with the whole batch kept, margin included."""
-    table = make_table(profile, profile.batch_size, EVERYTHING)
-    return with_margin(profile, table.peak_bytes(kept_selection(table)))
+    return level_peak_bytes(profile, profile.batch_size, KEPT)
 
 
 def kept_parts_fit(profile: Profile, budget_bytes: int) -> bool:
@@ -175,7 +174,7 @@ def kept_parts_fit(profile: Profile, budget_bytes: int) -> bool:
     most_ms = (1 + RELATIVE_GAP) * profile.step_ms(profile.batch_size)
     sizes = [size for size in micro_batch_sizes(profile) if profile.step_ms(size) <= most_ms]
     ends = {sizes[0], sizes[-1]}  # only parts hold gradients meanwhile; the smallest hold least
-    return any(level_peak_bytes(profile, size, "keep") <= budget_bytes for size in ends)
+    return any(level_peak_bytes(profile, size, KEPT) <= budget_bytes for size in ends)
 
 
 def level_peak_bytes(profile: Profile, examples: int, level: str) -> int:
