@@ -20,11 +20,12 @@ from torch.nn.parameter import is_lazy
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
 from daf.recompute.python_state import PythonState, Undo
-from daf.recompute.random_state import Generators, RandomState
+from daf.recompute.random_state import Generators
+from daf.recompute.watched_forward import WatchedForward
 from daf.saved_tensors.packed_tensor import PackedTensor
 from daf.torch_compat.autograd_graph import StorageReference, is_strided, strided_parts, version_of
 from daf.torch_compat.modules import modules_of
-from daf.torch_compat.pytree import map_nest
+from daf.torch_compat.pytree import map_nest, tensors_in_batch
 
 
 class _Place(NamedTuple):
@@ -101,9 +102,7 @@ class Inputs:
 
 def distinct_tensors(nest: Any) -> Iterator[Tensor]:
     """Yield every tensor in a nest once, in order."""
-    found: dict[int, Tensor] = {}
-    map_nest(Tensor, lambda tensor: found.setdefault(id(tensor), tensor), nest)
-    return iter(found.values())
+    return iter({id(tensor): tensor for tensor in tensors_in_batch(nest)}.values())
 
 
 Slot = tuple[int, str]  # the id of a module's own dictionary, and a name in it
@@ -211,24 +210,22 @@ class CallState:
 
     def __init__(
         self,
-        module: nn.Module,
-        path: str,
+        target: WatchedForward,
         generators: Generators,
         arguments: tuple[Any, ...],
         keywords: Mapping[str, Any],
     ) -> None:
+        module = target.module
         inputs = (*arguments, *keywords.values())
         tensors = (*distinct_tensors(inputs), *module.parameters())
         devices = {each.device for each in tensors}
         self._module = module
-        self._path = path
+        self._path = target.path
         self._objects = tuple(each for each in inputs if _is_object(each))
         self._training = tuple(part.training for part in module.modules())
-        self._tensors = ModuleTensors(module, path)
+        self._tensors = ModuleTensors(module, target.path)
         self._autocast = [_autocast_now(kind) for kind in {"cpu"} | {d.type for d in devices}]
-        self._random: RandomState | None = generators.state(
-            device for device in devices if device.type == "cuda"
-        )
+        self._random = generators.state(device for device in devices if device.type == "cuda")
         self._python: PythonState | None = PythonState(modules_of(module), self._objects)
         self._changes: list[Undo] = []
         self._buffers = list(_copies_of_buffers(module))
@@ -240,7 +237,7 @@ class CallState:
 
         SavedTensorError: the call changed a tensor in place that cannot be restored.
         """
-        self._random = None if self._random is None else self._random.used()
+        self._random = self._random.used()
         self._finish_python()
         same = [buffer for buffer in self._buffers if not buffer.is_changed()]
         unchanged = {buffer.slot for buffer in same}
@@ -251,9 +248,8 @@ class CallState:
             if buffer.value.nbytes <= MOST_BYTES_SAME_BY_CHANCE
         ]
         self._tensors.finish(unchanged)
-        if self._random is not None:
-            self._counts.append(count(self._random.nbytes))
-        self._counts += [count(buffer.value.nbytes) for buffer in self._buffers]
+        held = (self._random.nbytes, *(buffer.value.nbytes for buffer in self._buffers))
+        self._counts = [count(nbytes) for nbytes in held if nbytes]
 
     def _finish_python(self) -> None:
         assert self._python is not None
@@ -275,8 +271,7 @@ class CallState:
         """
         self._tensors.check_unchanged()
         with ExitStack() as stack:
-            if self._random is not None:
-                stack.enter_context(self._random.restored())
+            stack.enter_context(self._random.restored())
             for then in self._autocast:
                 if then["enabled"] or torch.is_autocast_enabled(then["device_type"]):
                     stack.enter_context(torch.autocast(**then))

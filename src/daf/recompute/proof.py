@@ -54,8 +54,7 @@ _OTHER_RESULT = "called again from the same state, it does not return the same v
 class _Call(NamedTuple):
     """One call of the first pass, and what it saved and returned."""
 
-    path: str
-    forward: Callable[..., Any]
+    target: WatchedForward
     inputs: Inputs
     state: CallState
     saves: tuple[Fingerprint, ...]
@@ -111,8 +110,7 @@ class ReplayProof:
         with without_torch_function():
             has_room = self._has_room((arguments, keywords))
             if has_room:
-                place = (target.module, target.path, self._generators)
-                state = CallState(*place, arguments, keywords)
+                state = CallState(target, self._generators, arguments, keywords)
                 inputs = Inputs((arguments, keywords), self._hold)
         if not has_room:
             self._refusals[target.path] = NO_ROOM
@@ -121,7 +119,7 @@ class ReplayProof:
         with self._saves.inside():
             result = target.forward(*arguments, **keywords)
         with without_torch_function():
-            what = (target.path, target.forward, inputs, state, self._saves.since(first))
+            what = (target, inputs, state, self._saves.since(first))
             self._note(_Call(*what, _all_of(result), time.thread_time() - start_s))
         return result
 
@@ -146,26 +144,26 @@ class ReplayProof:
     def _note(self, call: _Call) -> None:
         try:
             call.state.finish(lambda _: None)
-            call.inputs.check_unchanged(call.path)
+            call.inputs.check_unchanged(call.target.path)
         except SavedTensorError as error:
-            self._refusals[call.path] = str(error)
+            self._refusals[call.target.path] = str(error)
             return
         self._calls.append(call)
 
     def run_again(self) -> Mapping[str, str]:
         """Run every call again; return why modules (by path) must not be replayed."""
-        self._calls.sort(key=lambda call: -self._order[call.path])
+        self._calls.sort(key=lambda call: -self._order[call.target.path])
         elsewhere, own = Surroundings.of(self._model).state_elsewhere(), _ModelState(self._model)
         while self._calls:
             call = self._calls.pop()
-            if call.path not in self._refusals:
+            if call.target.path not in self._refusals:
                 is_late = time.thread_time() + call.seconds > self._deadline_s
                 reason = NO_TIME if is_late else self._differs(call)
                 if elsewhere.changes():
                     elsewhere.put_back()
                     reason = reason or _TRACES
                 if reason:
-                    self._refusals[call.path] = reason
+                    self._refusals[call.target.path] = reason
         if own.has_changed():  # by which call, nobody noted
             self._refusals = dict.fromkeys(self._order, _TRACES) | self._refusals
         return self._refusals
@@ -176,7 +174,7 @@ class ReplayProof:
         try:
             arguments, keywords = call.inputs.restore(Scratch())
             with call.state.restored(), saves.watching(), saves.inside(), eagerly():
-                result = call.forward(*arguments, **keywords)
+                result = call.target.forward(*arguments, **keywords)
         except Exception as error:  # a module's own, which the first run did not raise
             return f"called again from the same state, it raised {type(error).__name__}: {error}"
         if not _are_alike(call.saves, saves.since(0)):

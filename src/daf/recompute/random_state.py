@@ -71,10 +71,9 @@ class RandomState:
         """The bytes that the states hold: about those of a Mersenne Twister each."""
         return sum(getattr(state, "nbytes", _TWISTER_BYTES) for _, state in self._states)
 
-    def used(self) -> RandomState | None:
-        """Return the states of those generators that were drawn from since; None if none was."""
-        kept = [each for each in self._states if each.is_used()]
-        return RandomState(kept) if kept else None
+    def used(self) -> RandomState:
+        """Return the states of those generators that were drawn from since."""
+        return RandomState(each for each in self._states if each.is_used())
 
     def restore(self) -> None:
         """Set the generators to these states."""

@@ -22,7 +22,6 @@ from daf.recompute.fingerprint import Fingerprint, Form
 from daf.recompute.holder import ReplayKeeper
 from daf.recompute.random_state import Generators
 from daf.recompute.watched_forward import WatchedForward, watched
-from daf.saved_tensors.ledger import Holding
 from daf.saved_tensors.packed_tensor import PackedTensor, SavedTensor
 from daf.torch_compat import autograd_graph
 from daf.torch_compat.compiled_modules import CompiledModules
@@ -53,16 +52,16 @@ class Rebuilt(PackedTensor):
         """True if the tensor is here, because its call ran again."""
         return self._value is not None
 
-    def settle(self, tensor: Tensor, keeper: ReplayKeeper, site: Site) -> None:
+    def settle(self, tensor: Tensor) -> None:
         """Hold what the call saved in its second run; SavedTensorError if it is something else."""
-        again = self._call.fingerprint(tensor, self.index)
+        again, site = self._call.fingerprint(tensor, self.index), self._call.site
         if again.form != self._first.form:
             raise SavedTensorError(
                 f"replaying {site.module!r} saved {again.form} where its first pass saved "
                 f"{self._first.form}; {_REPEAT}"
             )
         self._call.note_difference(again.differs(self._first))
-        self._value = keeper.hold_rebuilt(tensor, site)
+        self._value = self._call.replays.keeper.hold_rebuilt(tensor, site)
 
     def forget(self) -> None:
         """Free the tensor; the call can run again."""
@@ -138,9 +137,9 @@ class ReplayedCall:
         if differences:
             self.note_difference(bool(torch.stack(differences).any()))
 
-    def finish(self, count: Callable[[int], Holding]) -> None:
-        """End the first pass; ``count`` counts bytes that are held."""
-        self._state.finish(count)
+    def finish(self) -> None:
+        """End the first pass, and count what is held of its state."""
+        self._state.finish(self.replays.keeper.count)
         self._inputs.check_unchanged(self.site.module)
 
     def replay(self, wanted: Rebuilt) -> None:
@@ -199,8 +198,7 @@ class Collector:
     def __init__(self, call: ReplayedCall, wanted: list[Rebuilt]) -> None:
         self._wanted = {handle.index: handle for handle in wanted}
         self._last = max(self._wanted) + call.fills_what_it_saved
-        self._site = call.site
-        self._keeper = call.replays.keeper
+        self._path = call.site.module
         self._saved = 0
         self._depth = 0  # of calls with handles of their own
         # Otherwise nobody goes backward through the second run's own graph.
@@ -229,14 +227,14 @@ class Collector:
         index, self._saved = self._saved, self._saved + 1
         handle = self._wanted.pop(index, None)
         if handle is not None:
-            handle.settle(tensor, self._keeper, self._site)
+            handle.settle(tensor)
         if index == self._last:
             raise _Complete
 
     def _unpack(self, packed: Tensor | None) -> Tensor:
         if packed is None:
             raise SavedTensorError(
-                f"replaying {self._site.module!r} asked for gradients, which its first pass did "
+                f"replaying {self._path!r} asked for gradients, which its first pass did "
                 f"not; {_REPEAT}"
             )
         return packed
@@ -307,14 +305,13 @@ class Replays:
         if isinstance(outer, Collector):
             return outer.run_inner(target.forward, arguments, keywords)
         target.calls += 1
-        place = (target.module, target.path, self._generators)
-        state = CallState(*place, arguments, keywords)
+        state = CallState(target, self._generators, arguments, keywords)
         inputs = Inputs((arguments, keywords), partial(self._hold_input, target.path, outer))
         call = ReplayedCall(self, target, inputs, state)
         self.keeper.note_reader(target.module, call)
         with replaced(self, _running=[*self._running, call]):
             result = target.forward(*arguments, **keywords)
-        call.finish(self.keeper.count)
+        call.finish()
         return result
 
     def pack(self, tensor: Tensor) -> SavedTensor:
