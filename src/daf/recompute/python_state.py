@@ -268,7 +268,7 @@ def _reached_by(hook: Any) -> Iterator[Any]:
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # it is empty
                 yield cell.cell_contents
-        for name in _names(function.__code__):
+        for name in names_in(function.__code__):
             yield function.__globals__.get(name)
 
 
@@ -284,12 +284,13 @@ def _has_graph(value: Any) -> bool:
 def _globals_named(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
     own = [vars(base).values() for base in kind.__mro__ if not _is_of_torch(base)]
     functions = [each for values in own for each in values if isinstance(each, FunctionType)]
-    return tuple((each.__globals__, name) for each in functions for name in _names(each.__code__))
+    return tuple((each.__globals__, name) for each in functions for name in names_in(each.__code__))
 
 
 @lru_cache(maxsize=1024)
-def _names(code: CodeType) -> tuple[str, ...]:
-    inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
+def names_in(code: CodeType) -> tuple[str, ...]:
+    """Return the names that code and the functions inside it use."""
+    inner = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
     return code.co_names + tuple(chain.from_iterable(inner))
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from daf.recompute.python_state import names_in
 from daf.step.splitting import code_words, proof_key
 from daf.torch_compat.pytree import tensors_inside
 
@@ -119,14 +120,9 @@ def _code(_: str) -> None:
 
 
 def _read_by(function: types.FunctionType) -> tuple[Any, ...]:
-    codes, known = _codes_in(function.__code__), function.__globals__
-    names = sorted({name for code in codes for name in code.co_names if name in known})
-    return (*code_words(function.__code__), *((name, known[name]) for name in names))
-
-
-def _codes_in(code: types.CodeType) -> list[types.CodeType]:
-    inside = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return [code, *(part for each in inside for part in _codes_in(each))]
+    code, known = function.__code__, function.__globals__
+    names = sorted(known.keys() & names_in(code))
+    return (*code_words(code), *((name, known[name]) for name in names))
 
 
 def _entries(kind: type) -> Iterator[tuple[str, Any]]:
