@@ -225,7 +225,7 @@ def test_a_storage_that_two_saves_share_is_read_once_for_both(make: Any, file: M
     first, second = store.load(record), store.load(record)
     assert first.data_ptr() == second.data_ptr()
     assert len(file.reads) == 1
-    assert store._shared is None  # both have it; nobody keeps it for a third
+    assert not store._shared  # both have it; nobody keeps it for a third
     store.load(record)
     assert len(file.reads) == 2
 

@@ -103,12 +103,11 @@ class SpillStore(RecordStore[SpillRecord]):
             open_disk_file, self._options.directory, allow_memory=self._options.allow_memory
         )
         self._space: _Space | None = None
-        self._in_flight_bytes = self._options.in_flight_bytes
-        self._read_ahead_bytes = self._options.read_ahead_bytes
+        self.bound(None)
         self._in_flight: deque[weakref.ref[SpillRecord]] = deque()
         self._live: dict[int, weakref.ref[SpillRecord]] = {}
         self._ahead: dict[int, tuple[int, Future[Tensor]]] = {}
-        self._shared: tuple[int, Tensor] | None = None  # the last one read, soon read again
+        self._shared: dict[int, Tensor] = {}  # the last one read, by number, if soon read again
         self._numbers = 0
         self._waiting_bytes = 0
         self._fallen_back_bytes = 0
@@ -121,7 +120,7 @@ class SpillStore(RecordStore[SpillRecord]):
         with self._lock:
             self._drain()
             ahead = sum(size for size, _ in self._ahead.values())
-            shared = self._shared[1].nbytes if self._shared else 0
+            shared = sum(each.nbytes for each in self._shared.values())
             return self._waiting_bytes + self._fallen_back_bytes + ahead + shared
 
     def reset_peak(self) -> None:
@@ -263,28 +262,21 @@ class SpillStore(RecordStore[SpillRecord]):
                 )
             if content is not None:
                 return content.untyped_storage()
-            reading = self._take_read(record)
-            if reading is None:
-                return self._share(record, None)
+            shared = self._shared.pop(record.number, None)
+            if shared is not None:
+                return self._share(record, shared)
+            self._shared.clear()
+            _, reading = self._ahead.pop(record.number, (0, None))
+            reading = reading or self._begin_read(record)
             self._read_ahead(record)
         found = reading.result()
         with self._lock:
             return self._share(record, found)
 
-    def _take_read(self, record: SpillRecord) -> Future[Tensor] | None:
-        if self._shared is not None and self._shared[0] == record.number:
-            return None
-        self._shared = None
-        _, reading = self._ahead.pop(record.number, (0, None))
-        return self._begin_read(record) if reading is None else reading
-
-    def _share(self, record: SpillRecord, found: Tensor | None) -> torch.UntypedStorage:
-        if found is None:
-            assert self._shared is not None
-            found = self._shared[1]
+    def _share(self, record: SpillRecord, found: Tensor) -> torch.UntypedStorage:
         record.loads += 1
         more = record.users > 1 and record.loads % record.users != 0
-        self._shared = (record.number, found) if more else None
+        self._shared = {record.number: found} if more else {}
         return found.untyped_storage()
 
     def _begin_read(self, record: SpillRecord) -> Future[Tensor]:
@@ -320,7 +312,7 @@ class SpillStore(RecordStore[SpillRecord]):
             for _, reading in self._ahead.values():
                 reading.cancel()
             self._ahead.clear()
-            self._shared = None
+            self._shared.clear()
 
     def _forget(self, record: SpillRecord) -> None:
         record.is_forgotten = True
@@ -328,8 +320,7 @@ class SpillStore(RecordStore[SpillRecord]):
         _, reading = self._ahead.pop(record.number, (0, None))
         if reading is not None:
             reading.cancel()
-        if self._shared is not None and self._shared[0] == record.number:
-            self._shared = None
+        self._shared.pop(record.number, None)
         if record.writing is not None:
             # Even if it runs: the only writer reuses this place no earlier than afterwards.
             record.writing.cancel()
