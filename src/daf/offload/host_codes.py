@@ -76,20 +76,16 @@ class _Place:
     routes: Routes
 
 
+@dataclass(eq=False)
 class HostCodes:
     """A capture's codes on the host; every device has its own store and routes."""
 
-    def __init__(
-        self,
-        options: HostOptions,
-        *,
-        make_store: Callable[..., HostStore] = HostStore,
-        make_routes: Callable[[HostStore], Routes] = lambda store: Routes(store.transfers),
-    ) -> None:
-        self._options = options
-        self.on_moved: Callable[[], None] = lambda: None  # device_bytes may have grown
-        self._make_store = make_store
-        self._make_routes = make_routes
+    _options: HostOptions
+    make_store: Callable[..., HostStore] = HostStore
+    make_routes: Callable[[HostStore], Routes] = lambda store: Routes(store.transfers)
+    on_moved: Callable[[], None] = lambda: None  # device_bytes may have grown
+
+    def __post_init__(self) -> None:
         self._places: dict[torch.device, _Place] = {}
         self._processor = ThreadPoolExecutor(1, thread_name_prefix="daf-pack")
         self._lock = threading.Lock()
@@ -233,8 +229,8 @@ class HostCodes:
         with self._lock:
             found = self._places.get(device)
         if found is None:
-            store = self._make_store(device, self._options.staging_bytes)
-            found = _Place(store, self._make_routes(store))
+            store = self.make_store(device, self._options.staging_bytes)
+            found = _Place(store, self.make_routes(store))
             store.on_moved, store.on_read = self.on_moved, found.routes.end_forward
             with self._lock:
                 self._places[device] = found

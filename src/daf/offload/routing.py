@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -214,10 +213,10 @@ class Routes:
         if self.is_watching:
             self._begin, self._end = self._transfers.mark(), None
             ways = self._with_a_trial(most_raw_bytes)
-        self._next = iter(chain(ways, repeat(Route.GPU_PACKS)))
+        self._next = iter(ways)
 
     def take(self) -> Route:
-        """Return the next route of the last split."""
+        """Return the next route of the last split; beyond it the device packs."""
         return next(self._next, Route.GPU_PACKS)
 
     def note(self, sent: Sent) -> None:
