@@ -72,10 +72,12 @@ class Capture:
         self.devices = devices = DeviceStores(self.pool_bytes)
         self.spill = spill = spill if isinstance(spill, SpillStore) else SpillStore(spill)
         self.host = host = HostCodes(host) if isinstance(host, HostOptions) else host
+        elsewhere: list[SpillStore | HostCodes] = [spill] if host is None else [spill, host]
+        self._elsewhere = elsewhere
         ledger = Ledger(
             lambda: store.live_bytes + devices.live_bytes,
             lambda: spill.in_memory_bytes + (host.device_bytes if host else 0),
-            lambda: spill.taken_bytes + (host.taken_bytes if host else 0),
+            lambda: sum(each.taken_bytes for each in elsewhere),
         )
         if host is not None:
             host.on_moved = ledger.note_held
@@ -127,9 +129,8 @@ class Capture:
         if self.host is not None:
             self.host.begin_pass()
         if micro_index == 0:
-            self.spill.reset_peak()
-            if self.host is not None:
-                self.host.reset_peak()
+            for each in self._elsewhere:
+                each.reset_peak()
             self._state.ledger.reset_peaks()
             self._state.tracker.begin_step()
             self._state.evictions.begin()
@@ -226,7 +227,6 @@ class Capture:
         ledger, evictions = self._state.ledger, self._state.evictions
         evicted_bytes = evictions.collect()
         self.spill.reap()
-        host = self.host
         return CaptureStats(
             plain_bytes=ledger.plain_bytes,
             plain_peak_bytes=ledger.plain_peak_bytes,
@@ -235,9 +235,8 @@ class Capture:
             sites=sum(1 for _ in self._state.tracker.used()),
             evicted_planes=evictions.planes,
             evicted_bytes=evicted_bytes,
-            spilled_bytes=self.spill.stored_bytes + (host.stored_bytes if host else 0),
-            spilled_peak_bytes=self.spill.stored_peak_bytes
-            + (host.stored_peak_bytes if host else 0),
+            spilled_bytes=sum(each.stored_bytes for each in self._elsewhere),
+            spilled_peak_bytes=sum(each.stored_peak_bytes for each in self._elsewhere),
         )
 
     def sites(self) -> tuple[SiteReport, ...]:

@@ -73,11 +73,9 @@ class SavedTensorHooks:
         keeper = ReplayKeeper(state, self._hold, self.is_constant)
         self.replays = Replays(model, policy.replayed, keeper, replay_log)
         self.recorder = ValueRecorder() if policy.records_values else None
-        self._recipes = (
-            RecipeMaker(self.recorder, state, self.is_constant, watcher is None)
-            if self.recorder
-            else None
-        )
+        self._recipes: RecipeMaker | None = None
+        if self.recorder is not None:
+            self._recipes = RecipeMaker(self.recorder, state, self.is_constant, watcher is None)
         self._pending: list[SavedTensor] | None = None  # None: no operator is running
         self._unsettled: list[SavedTensor] = []  # of what runs or just returned
         self.hook = _weakly(self.pack)
