@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import wraps
+from itertools import chain
 from threading import get_ident
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from daf.core.errors import OtherPathError, SplitError
 from daf.core.replaced import Replaced
 from daf.operators.linear_cross_entropy import LossCall
+from daf.saved_tensors.backward_rules import tensors_in
 from daf.step.microbatch import WeightedLoss
 from daf.torch_compat.autograd_graph import sequence_number_of, without_torch_function
 from daf.torch_compat.parameter_reads import graph_nodes
@@ -206,7 +208,7 @@ class LossWeights(TorchFunctionMode):
             self._note(_Kind.ORDERED, (size for is_order, size in notes if is_order), found)
             self._note(_Kind.SCALING, (number for is_order, number in notes if not is_order), found)
             return
-        for each in _tensors_in((found,)):
+        for each in tensors_in(found):
             self._noted[id(each)] = weakref.ref(each), notes
 
     def _called(
@@ -219,11 +221,8 @@ class LossWeights(TorchFunctionMode):
             return func(*args, **kwargs)
         if self._disturbed:
             call = call._replace(target=self._with_ignored(call))
-            names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
-            args = (call.input, call.target)
-            kwargs = {name: getattr(call, name) for name in names} | (
-                {"label_smoothing": call.label_smoothing} if func is F.cross_entropy else {}
-            )
+            args = call if func is F.cross_entropy else call[:-1]  # ``nll_loss`` smooths nothing
+            kwargs = {}
         with torch.no_grad():
             divisor = _divisor(call)
         found = func(*args, **kwargs)
@@ -279,9 +278,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    for each in values:
-        inside = each if isinstance(each, (tuple, list)) else (each,)
-        yield from (inner for inner in inside if isinstance(inner, Tensor))
+    return chain.from_iterable(map(tensors_in, values))
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -293,9 +290,8 @@ def _is_differentiable(found: Any) -> bool:
     """Return True for what a gradient goes through; what hooks look at has none."""
     if type(found) is Tensor:
         return found.requires_grad
-    values = found if isinstance(found, (tuple, list)) else (found,)
     with without_torch_function():
-        return any(isinstance(each, Tensor) and each.requires_grad for each in values)
+        return any(each.requires_grad for each in tensors_in(found))
 
 
 class PartWeights:
