@@ -61,10 +61,8 @@ class GradientRelease:
         self._waiting: dict[nn.Parameter, dict[str, Any]] = {}
         self._graph_task: int | None = None
         self._on_commit: Callable[[], None] = lambda: None
-        self._has_begun = False  # this step released one
         self._state_per_byte: float | None = None  # in a rehearsal
         self._held_state: list[Tensor] = []
-        self.count = ReleaseCount()
         self.begin(micro_batches=1)
 
     @property
@@ -93,15 +91,13 @@ class GradientRelease:
         ``adds_to_users``: the user accumulated gradients that belong to the same update.
         """
         self.count = ReleaseCount()
-        self._has_begun = False
+        self._has_begun = False  # this step released one
         self.refusal = ""
         if self.mode is not False:
             own = release_refusal(self.model, self.optimizer, micro_batches)
-            self.refusal = self.kept_because or own
-            if adds_to_users:
-                self.refusal = self.refusal or ADDS_TO_USERS
-        if self.mode == "auto" and held_by_plan:
-            self.refusal = self.refusal or HELD_BY_PLAN
+            users = ADDS_TO_USERS if adds_to_users else ""
+            plans = HELD_BY_PLAN if held_by_plan and self.mode == "auto" else ""
+            self.refusal = self.kept_because or own or users or plans
         if self.mode is True and self.refusal:
             raise ReleaseRefusedError(
                 f"asked to release gradients inside backward; {self.refusal}; pass "
