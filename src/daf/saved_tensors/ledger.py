@@ -9,6 +9,7 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -25,29 +26,24 @@ from daf.torch_compat.autograd_graph import (
 Found = TypeVar("Found", bound=object)
 
 
+@dataclass(eq=False)
 class Ledger:
     """Bytes now and at peak: what plain PyTorch would hold, and what DAF holds.
 
     While any code lives, codes count as their store counts itself: with a pool's free pages and
     records, without evicted planes. ``reported_bytes`` are the holdings' own, as each was when it
-    began. ``waiting_bytes`` returns what waits to be spilled or was read back early,
-    ``spilled_bytes`` what was ever spilled or sent to the host.
+    began. ``_waiting_bytes`` returns what waits to be spilled or was read back early,
+    ``_spilled_bytes`` what was ever spilled or sent to the host.
     """
 
-    def __init__(
-        self,
-        stored_bytes: Callable[[], int] | None = None,
-        waiting_bytes: Callable[[], int] = lambda: 0,
-        spilled_bytes: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._stored_bytes = stored_bytes
-        self._waiting_bytes = waiting_bytes
-        self._spilled_bytes = spilled_bytes
-        self._stored_reported_bytes = 0
-        self.plain_bytes = 0
-        self.plain_peak_bytes = 0
-        self.reported_bytes = 0
-        self.held_peak_bytes = 0
+    _stored_bytes: Callable[[], int] | None = None
+    _waiting_bytes: Callable[[], int] = lambda: 0
+    _spilled_bytes: Callable[[], int] = lambda: 0
+    _stored_reported_bytes: int = 0
+    plain_bytes: int = 0
+    plain_peak_bytes: int = 0
+    reported_bytes: int = 0
+    held_peak_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
