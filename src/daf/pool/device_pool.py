@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import accumulate
 from typing import Unpack
 
@@ -109,23 +110,19 @@ class DevicePagedStore:
         self.device = device
         self.home = HomeStream(streams or streams_of(device))
         self._numbers = PagedStore(cap_bytes, page_bytes=None, elsewhere=True)
-        self._living: weakref.WeakValueDictionary[int, DevicePlaneTensor]
-        self._living = weakref.WeakValueDictionary()
+        self._living = weakref.WeakValueDictionary[int, DevicePlaneTensor]()
         self._table_bytes = 0
         # By handle: how often a tensor is being written or read, and what was asked for meanwhile.
         self._in_use: Counter[int] = Counter()
         self._deferred_bytes = 0
-        self._anchor: Tensor | None = None
         # Held while numbers and blocks change; reentrant, since finalizers run in between.
         self._lock = threading.RLock()
 
-    @property
+    @cached_property
     def anchor(self) -> Tensor:
         """What tables count words from; (1,) int32."""
-        if self._anchor is None:
-            with self.home.at_home():
-                self._anchor = torch.zeros(1, dtype=torch.int32, device=self.device)
-        return self._anchor
+        with self.home.at_home():
+            return torch.zeros(1, dtype=torch.int32, device=self.device)
 
     @property
     def live_bytes(self) -> int:
@@ -283,8 +280,7 @@ class DeviceStores:
         """Set the cap of each pool at once, and of pools to come."""
         with self._lock:
             self._cap_bytes = cap_bytes
-            stores = list(self._stores.values())
-        for store in stores:
+        for store in self.all():
             store.set_cap(cap_bytes)
 
     def give_back(self, nbytes: int) -> int:

@@ -220,9 +220,8 @@ class HostStore(RecordStore[Record]):
             self._fetch(record, words)
 
     def _take_room(self, record: Record) -> None:
-        while self._device_bytes + record.nbytes > self.staging_bytes:
-            if not self._let_go_of_one():
-                break
+        while self._device_bytes + record.nbytes > self.staging_bytes and self._let_go_of_one():
+            pass
         try:
             self._place(record)
         except RuntimeError:

@@ -70,10 +70,7 @@ class Store(Protocol):
 class PlainStore:
     """A store of tensors of their own; nothing is ever evicted."""
 
-    evicted_bytes = 0
-
-    def __init__(self) -> None:
-        self.live_bytes = 0
+    live_bytes = evicted_bytes = 0
 
     def allocate_planes(self, count: int, bits: int, **options: Unpack[PlaneOptions]) -> Planes:
         """Allocate exactly the bytes of the format, headers behind the planes."""
