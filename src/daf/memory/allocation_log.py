@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from torch import nn
 
 from daf._native import allocator as native
-from daf.core.units import parse_bytes
+from daf.core.units import parse_optional_bytes
 from daf.memory.history import History
 from daf.memory.recycling_allocator import RecyclingAllocator
 from daf.memory.statistics import PeakWatch, stats
@@ -58,8 +58,7 @@ def track(
         UnitError: ``limit`` or ``cap`` cannot be parsed.
     """
     allocator = RecyclingAllocator(
-        cap_bytes=None if cap is None else parse_bytes(cap),
-        limit_bytes=None if limit is None else parse_bytes(limit),
+        cap_bytes=parse_optional_bytes(cap), limit_bytes=parse_optional_bytes(limit)
     )
     tracking = Tracking(History(model) if history else None)
     with allocator, tracking, tracking.history or nullcontext():
