@@ -31,10 +31,9 @@ def make_display(*, quiet: bool) -> Observer:
 class LineDisplay(Observer):
     """Progress as a line every ten seconds."""
 
-    def __init__(self) -> None:
-        self._total_steps = 0
-        self._budget_bytes: int | None = None
-        self._said_s = float("-inf")
+    _total_steps = 0
+    _budget_bytes: int | None = None
+    _said_s = float("-inf")
 
     def begin(self, total_steps: int, first_step: int, budget_bytes: int | None) -> None:
         self._total_steps, self._budget_bytes = total_steps, budget_bytes
@@ -63,7 +62,6 @@ class LiveDisplay(LineDisplay):
         from rich.console import Console
         from rich.live import Live
 
-        super().__init__()
         self._console = console or Console(markup=False, emoji=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 

@@ -14,15 +14,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
-from daf.codecs.ranges import all_finite
 from daf.core.errors import NonFiniteLossError, PlatformError, RunFolderError
 from daf.core.step_report import StepReport
 from daf.core.units import format_bytes
 from daf.files.records import Extent, GrowingFile, extent_of, read_lines, write_json
 from daf.memory.allocation_log import recorded
 from daf.memory.recycling_allocator import unsupported_reason
+from daf.step.gradient import is_finite
 from daf.training.callbacks import Observer, StepRecord
 from daf.training.checkpoint_clock import CheckpointClock
 from daf.training.job import TrainingJob, checked_device, make_job
@@ -303,7 +302,7 @@ class _Run:
         return task.metric(total / weight)
 
     def _checkpoint(self) -> None:
-        if not _is_finite(self.job.model):
+        if not is_finite(self.job.model.state_dict()):
             raise NonFiniteLossError(
                 f"the weights became inf or NaN at or before step {self._step} while the loss was "
                 "still finite; try a lower learning rate"
@@ -325,7 +324,7 @@ class _Run:
 
     def _keep_good_weights(self) -> str:
         """After a non-finite loss, write the last finite weights; return which they are."""
-        if _is_finite(self.job.model):
+        if is_finite(self.job.model.state_dict()):
             self.folder.write_weights(self.job.model)
             return f"{self.folder.weights} holds the weights after {self._step} whole steps"
         step = self.folder.read_weights(self.job.model)
@@ -362,10 +361,6 @@ class _Run:
             "warnings": self._warnings,
             "logs": {name: list(extent) for name, extent in logs.items()},
         }
-
-
-def _is_finite(model: nn.Module) -> bool:
-    return all_finite(model.state_dict().values())
 
 
 class InterruptWatch:
