@@ -166,10 +166,11 @@ def summarize(
 def _memory(job: TrainingJob) -> dict[str, Any]:
     session = job.session
     plan = session.plan
+    account = plan.account if plan else None
     return {
         "device": str(job.device),
         **_told(session, _OF_SESSION),
-        "floor_bytes": session.baseline_bytes,
+        "floor_bytes": account["floor"] if account else session.baseline_bytes,
         "release_gradients": job.settings.release_gradients,
         "micro_batch": plan.micro_batch if plan else None,
         "policy": plan.policy.name if plan else None,
