@@ -130,15 +130,12 @@ DAF_INLINE float find_norm(Batch& batch, RotatedState& state, size_t i, size_t v
 }
 
 // Stage 3.
-template <int t = 0>
 DAF_INLINE void round_centred(V::Shorts& shorts, const float* row, V::F mean, V::F factor) {
-  if constexpr (t < block_vectors) {
-    const auto low = V::subtract(V::load(row + V::lanes * t), mean);
-    const auto high = V::subtract(V::load(row + V::lanes * (t + 1)), mean);
-    V::put_shorts<t / 2>(shorts, V::round(V::multiply(low, factor)),
-                         V::round(V::multiply(high, factor)));
-    round_centred<t + 2>(shorts, row, mean, factor);
-  }
+  const auto rounded = [&](int t) {
+    return V::round(V::multiply(V::subtract(V::load(row + V::lanes * t), mean), factor));
+  };
+  for_constants<block_vectors / 2>(
+      [&](auto pair) { V::put_shorts<pair>(shorts, rounded(2 * pair), rounded(2 * pair + 1)); });
 }
 
 // One byte for each coefficient of a block, 64 in each.
@@ -147,10 +144,10 @@ struct Quarters {
 };
 
 // Finds all coefficients' cells bit by bit, most significant first; each bit goes to its plane.
-template <int bits, int step = 0>
+template <int bits>
 DAF_INLINE void find_cells(const Quarters& coefficients, const RotatedTables<bits>& tables,
                            Quarters& cells, uint16_t* const (&rows)[bits]) {
-  if constexpr (step < bits) {
+  for_constants<bits>([&](auto step) {
     DAF_UNROLLED for (int q = 0; q < 4; ++q) {
       auto threshold = tables.thresholds[step];
       if (step > 0) threshold = V::lookup_bytes(threshold, cells.of[q]);
@@ -158,27 +155,7 @@ DAF_INLINE void find_cells(const Quarters& coefficients, const RotatedTables<bit
           V::add_where_greater<(8 >> step)>(cells.of[q], coefficients.of[q], threshold);
       std::memcpy(rows[step] + 4 * q, &word, 8);
     }
-    find_cells<bits, step + 1>(coefficients, tables, cells, rows);
-  }
-}
-
-template <int q = 0>
-DAF_INLINE void narrow(const V::Shorts& shorts, Quarters& coefficients) {
-  if constexpr (q < 4) {
-    coefficients.of[q] = V::narrow_shorts<coefficient_multiplier, q>(shorts);
-    narrow<q + 1>(shorts, coefficients);
-  }
-}
-
-template <int q = 0>
-DAF_INLINE V::I products_with_levels(const V::Shorts& shorts, V::Bytes levels,
-                                     const Quarters& cells, V::I sums) {
-  if constexpr (q == 4)
-    return sums;
-  else
-    return products_with_levels<q + 1>(
-        shorts, levels, cells,
-        V::add_products<q>(sums, shorts, V::lookup_bytes(levels, cells.of[q])));
+  });
 }
 
 // Stage 4: writes all planes; returns the products of coefficients with their levels.
@@ -186,9 +163,14 @@ template <int bits>
 DAF_INLINE V::I quantize(const V::Shorts& shorts, const RotatedTables<bits>& tables,
                          uint16_t* const (&rows)[bits]) {
   Quarters coefficients, cells = {V::no_bytes(), V::no_bytes(), V::no_bytes(), V::no_bytes()};
-  narrow(shorts, coefficients);
+  for_constants<4>(
+      [&](auto q) { coefficients.of[q] = V::narrow_shorts<coefficient_multiplier, q>(shorts); });
   find_cells<bits>(coefficients, tables, cells, rows);
-  return products_with_levels(shorts, tables.levels, cells, V::set_integer(0));
+  auto products = V::set_integer(0);
+  for_constants<4>([&](auto q) {
+    products = V::add_products<q>(products, shorts, V::lookup_bytes(tables.levels, cells.of[q]));
+  });
+  return products;
 }
 
 // Stage 5: writes the header's scale, its sign set where there were two rounds; a block of equal
@@ -245,23 +227,20 @@ bool encode_rotated_range(const Job& job, size_t first, size_t last) {
   return finite;
 }
 
-template <int kept_bits, int q = 0>
+template <int kept_bits>
 DAF_INLINE void read_levels(V::Shorts& shorts, const uint16_t* const (&rows)[kept_bits],
                             V::Bytes levels) {
-  if constexpr (q < 4) {
+  for_constants<4>([&](auto q) {
     auto cells = V::no_bytes();
     read_planes<3>(rows, q, cells);
     V::put_bytes<q>(shorts, V::lookup_bytes(levels, cells));
-    read_levels<kept_bits, q + 1>(shorts, rows, levels);
-  }
+  });
 }
 
-template <int t = 0>
 DAF_INLINE void scale_shorts(Block& block, const V::Shorts& shorts, V::F mean, V::F factor) {
-  if constexpr (t < block_vectors) {
+  for_constants<block_vectors>([&](auto t) {
     block.x[t] = V::add(mean, V::multiply(factor, V::shorts_to_float<t>(shorts)));
-    scale_shorts<t + 1>(block, shorts, mean, factor);
-  }
+  });
 }
 
 template <int kept_bits>

@@ -52,6 +52,15 @@ DAF_INLINE V::F fold(Leaf&& leaf, int t = 0) {
     return V::add(fold<2 * width>(leaf, t), fold<2 * width>(leaf, t + width));
 }
 
+// Calls each(0) … each(count - 1); the indices are constants, so that templates may have them.
+template <int count, int i = 0, class Each>
+DAF_INLINE void for_constants(Each&& each) {
+  if constexpr (i < count) {
+    each(std::integral_constant<int, i>{});
+    for_constants<count, i + 1>(each);
+  }
+}
+
 DAF_INLINE void multiply_all(Block& block, float factor) {
   const auto everywhere = V::set(factor);
   DAF_EACH_VECTOR block.x[t] = V::multiply(block.x[t], everywhere);
@@ -120,10 +129,7 @@ template <int bits>
 DAF_INLINE void read_codes(const uint16_t* const (&rows)[bits], int q, V::I (&codes)[4]) {
   auto bytes = V::no_bytes();
   read_planes<bits - 1>(rows, q, bytes);
-  codes[0] = V::widen_bytes<0>(bytes);
-  codes[1] = V::widen_bytes<1>(bytes);
-  codes[2] = V::widen_bytes<2>(bytes);
-  codes[3] = V::widen_bytes<3>(bytes);
+  for_constants<4>([&](auto i) { codes[i] = V::widen_bytes<i>(bytes); });
 }
 
 template <int bits, class Half>
