@@ -60,13 +60,8 @@ class Reader {
   }
 
  private:
-  DAF_MEMBER_INLINE void copy_any(float* room, size_t index) {
+  DAF_NEVER_INLINE void copy_any(float* room, size_t index) {
     Block block;
-    read_any(block, index);
-    DAF_EACH_VECTOR V::store(room + V::lanes * t, block.x[t]);
-  }
-
-  DAF_NEVER_INLINE void read_any(Block& block, size_t index) {
     const size_t bytes = element_bytes(source_.type), here = valid(index);
     const char* from = static_cast<const char*>(source_.data) + index * block_elements * bytes;
     if (here < block_elements) from = copy_tail(from, here * bytes);
@@ -76,6 +71,7 @@ class Reader {
       apply_affine(block, rows_);
       if (here < block_elements) fill_padding(block, here, 0.0f);
     }
+    DAF_EACH_VECTOR V::store(room + V::lanes * t, block.x[t]);
   }
 
   const char* copy_tail(const char* from, size_t bytes) {
