@@ -212,8 +212,6 @@ bool encode_steps_range(const Job& job, size_t first, size_t last) {
 }
 
 template <int bits>
-bool decode_steps_range(const Job& job, size_t first, size_t last) {
-  return decode_minmax_range<bits, false>(job, first, last);
-}
+constexpr Kernel decode_steps_range = decode_minmax_range<bits, false>;
 
 }  // namespace

@@ -41,18 +41,13 @@ DAF_INLINE double fold_lanes(const V::D& lanes) {
   return lane[0];
 }
 
-DAF_INLINE V::D no_sums() {
-  alignas(64) const double zeros[V::lanes] = {};
-  return V::load(zeros);
-}
-
 DAF_INLINE float canonical_float(double value) {
   return value != value ? from_bits(0x7FC00000) : float(value);
 }
 
 inline void measure_row(const MeasureRows& job, size_t row) {
   const float* x = job.data + row * job.length;
-  V::D sum = no_sums(), square = no_sums();
+  V::D sum = V::widen(V::set(0.0f)), square = sum;
   each_vector_of_row(job.length, [&](size_t place, auto lanes) {
     const auto wide = V::widen(load_part(x + place, lanes));
     sum = V::add(sum, wide);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <functional>
 #include <limits>
 
 #include "arguments/job.h"
@@ -17,12 +18,6 @@ constexpr size_t least_span_blocks = 16;
 constexpr size_t least_spans_per_share = 4;
 
 uint64_t lane_count(const SumsPlan& plan) { return plan.slots * slot_lanes; }
-
-double sum_of_lanes(double (&lane)[slot_lanes]) {
-  for (size_t width = slot_lanes / 2; width > 0; width /= 2)
-    for (size_t i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
-}
 
 // One channel's sixteen accumulators; missing ones are 0.
 void gather_lanes(const SumsPlan& plan, const double* all, uint64_t channel,
@@ -45,7 +40,8 @@ void close_span(const SumsPlan& plan, double* lanes, double* row) {
     for (uint64_t channel = 0; channel < channels; ++channel) {
       double lane[slot_lanes];
       gather_lanes(plan, lanes, channel, lane);
-      row[channel] = sum_of_lanes(lane);
+      fold_rows(lane, slot_lanes, 1, std::plus<double>());
+      row[channel] = lane[0];
     }
   }
   std::fill_n(lanes, lane_count(plan), 0.0);
@@ -53,7 +49,7 @@ void close_span(const SumsPlan& plan, double* lanes, double* row) {
 
 void finish(const SumsPlan& plan, double* rows, double* results) {
   const uint64_t channels = plan.channels.count;
-  fold_rows(rows, plan.spans, channels, [](double a, double b) { return a + b; });
+  fold_rows(rows, plan.spans, channels, std::plus<double>());
   for (uint64_t c = 0; c < channels; ++c) {
     const double sum = plan.spans == 0 ? 0.0 : rows[c];
     store_result(results, c, std::isnan(sum) ? std::numeric_limits<double>::quiet_NaN() : sum);
