@@ -5,6 +5,7 @@
 #include <pthread.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <system_error>
 #include <thread>
@@ -30,17 +31,13 @@ struct Work {
     for (;;) {
       const size_t first = next.fetch_add(piece, std::memory_order_relaxed);
       if (first >= blocks) return;
-      const size_t last = first + piece < blocks ? first + piece : blocks;
+      const size_t last = std::min(first + piece, blocks);
       if (!function(first, last)) good.store(false, std::memory_order_relaxed);
     }
   }
 };
 
-}  // namespace
-
 #if defined(__linux__)
-namespace {
-
 // OpenMP as GCC's compiled code calls it; libgomp, libomp and libiomp5 have these names.
 struct Team {
   void (*parallel)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
@@ -89,15 +86,6 @@ void join(void* opaque) {
   if (call.team.own_number() < call.threads) call.work.take_pieces();
 }
 
-}  // namespace
-
-int team_threads() {
-  const Team* team = the_team();
-  return team && !team->is_inside() ? team->most() : 0;
-}
-
-namespace {
-
 // On up to `threads` of PyTorch's, the caller included: always the whole team, since a smaller one
 // would end the other threads. False, with nothing done, if there are too few.
 bool run_on_team(Work& work, int threads) {
@@ -107,17 +95,9 @@ bool run_on_team(Work& work, int threads) {
   call.team.parallel(join, &call, unsigned(most), 0);
   return true;
 }
-
-}  // namespace
-
 #else
-
-int team_threads() { return 0; }
-static bool run_on_team(Work&, int) { return false; }
-
+bool run_on_team(Work&, int) { return false; }
 #endif
-
-namespace {
 
 // On threads of the call's own where PyTorch's cannot be used; fewer if the system gives no more.
 void run_on_own_threads(Work& work, int threads) {
@@ -140,11 +120,17 @@ bool run_pieces(Work&& work, int threads) {
 
 }  // namespace
 
+int team_threads() {
+#if defined(__linux__)
+  const Team* team = the_team();
+  return team && !team->is_inside() ? team->most() : 0;
+#else
+  return 0;
+#endif
+}
+
 size_t useful_threads(size_t blocks, int threads) {
-  const size_t useful = blocks / least_blocks_per_thread;
-  const size_t allowed = threads < 1 ? 1 : size_t(threads);
-  const size_t most = useful < allowed ? useful : allowed;
-  return most < 1 ? 1 : most;
+  return std::clamp<size_t>(blocks / least_blocks_per_thread, 1, size_t(std::max(threads, 1)));
 }
 
 bool run_ranges(const RangeFunction& function, size_t blocks, int threads) {
