@@ -10,11 +10,8 @@
 #include <iterator>
 
 namespace daf {
-namespace {
 
 constexpr uint64_t reuse_excess_divisor = 4;  // a reused block is at most 25 % too large
-
-}  // namespace
 
 bool BlockHeap::reserve(uint64_t range_bytes) {
   const std::lock_guard<std::mutex> guard(mutex_);

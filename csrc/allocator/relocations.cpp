@@ -68,8 +68,7 @@ Dynamic read_dynamic(const dl_phdr_info& info, const ElfW(Dyn) * entry) {
 uint32_t highest_symbol(const ElfW(Rela) * entry, uint64_t count) {
   uint32_t highest = 0;
   for (uint64_t index = 0; entry && index < count; ++index) {
-    const auto symbol = uint32_t(ELF64_R_SYM(entry[index].r_info));
-    if (symbol > highest) highest = symbol;
+    highest = std::max(highest, uint32_t(ELF64_R_SYM(entry[index].r_info)));
   }
   return highest;
 }
@@ -78,9 +77,8 @@ uint32_t highest_symbol(const ElfW(Rela) * entry, uint64_t count) {
 // one after the relocations' last.
 uint32_t imported_end(const Dynamic& dynamic) {
   if (dynamic.gnu_hash && dynamic.gnu_hash[1] > 1) return dynamic.gnu_hash[1];
-  const uint32_t calls = highest_symbol(dynamic.calls, dynamic.calls_count);
-  const uint32_t data = highest_symbol(dynamic.data, dynamic.data_count);
-  return 1 + (calls > data ? calls : data);
+  return 1 + std::max(highest_symbol(dynamic.calls, dynamic.calls_count),
+                      highest_symbol(dynamic.data, dynamic.data_count));
 }
 
 // True for libraries whose calls stay as they are: the C library, the linker, sanitizers.
@@ -102,6 +100,21 @@ const ElfW(Phdr) * segment_at(const dl_phdr_info& info, uintptr_t wanted) {
 // Our own calls must reach the real functions.
 bool is_ourselves(const dl_phdr_info& info) {
   return segment_at(info, reinterpret_cast<uintptr_t>(&is_ourselves)) != nullptr;
+}
+
+// True if no page differs from its file: a linker's, a debugger's or a hook's writes would be lost.
+bool is_unwritten(int pagemap, uintptr_t first, uintptr_t last, uintptr_t page) {
+  constexpr uint64_t present = 1ull << 63, swapped = 1ull << 62, of_file = 1ull << 61;
+  uint64_t entries[512];
+  for (uintptr_t at = first / page, end = last / page; at < end;) {
+    const size_t count = std::min<size_t>(end - at, std::size(entries)), bytes = count * 8;
+    if (pread(pagemap, entries, bytes, off_t(at * 8)) != ssize_t(bytes)) return false;
+    for (size_t index = 0; index < count; ++index) {
+      if (entries[index] & (present | swapped) && !(entries[index] & of_file)) return false;
+    }
+    at += count;
+  }
+  return true;
 }
 
 }  // namespace
@@ -138,25 +151,6 @@ int drop_unwinding_tables(dl_phdr_info* info, size_t, void*) {
   return 0;
 }
 
-namespace {
-
-// True if no page differs from its file: a linker's, a debugger's or a hook's writes would be lost.
-bool is_unwritten(int pagemap, uintptr_t first, uintptr_t last, uintptr_t page) {
-  constexpr uint64_t present = 1ull << 63, swapped = 1ull << 62, of_file = 1ull << 61;
-  uint64_t entries[512];
-  for (uintptr_t at = first / page, end = last / page; at < end;) {
-    const size_t count = std::min<size_t>(end - at, std::size(entries)), bytes = count * 8;
-    if (pread(pagemap, entries, bytes, off_t(at * 8)) != ssize_t(bytes)) return false;
-    for (size_t index = 0; index < count; ++index) {
-      if (entries[index] & (present | swapped) && !(entries[index] & of_file)) return false;
-    }
-    at += count;
-  }
-  return true;
-}
-
-}  // namespace
-
 int drop_library_pages(dl_phdr_info* info, size_t, void* pagemap) {
   const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
   for (int index = 0; index < info->dlpi_phnum; ++index) {
@@ -170,10 +164,6 @@ int drop_library_pages(dl_phdr_info* info, size_t, void* pagemap) {
   }
   return 0;
 }
-
-void Relocations::apply(uint32_t which) { walk(which, 0); }
-
-void Relocations::restore(uint32_t which) { walk(0, which); }
 
 // Writes inside the walk, under the linker's lock, so that no library is unloaded meanwhile.
 void Relocations::walk(uint32_t apply, uint32_t restore) {

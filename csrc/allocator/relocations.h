@@ -45,9 +45,9 @@ class Relocations {
       : redirections_(std::move(redirections)), choice_(choice) {}
 
   // Redirects the calls in `which` in all libraries loaded by now; cheap unless libraries changed.
-  void apply(uint32_t which);
+  void apply(uint32_t which) { walk(which, 0); }
   // Undoes the redirections in slots that still hold our address.
-  void restore(uint32_t which);
+  void restore(uint32_t which) { walk(0, which); }
   // Slots redirected now, of those in `which`, but for libraries that only free.
   size_t redirected(uint32_t which) const;
 
