@@ -87,10 +87,7 @@ bool Pool::is_sound() {
     payload += payload_of(tensor);
     spare += tensor.pins ? 0 : spare_pages(tensor);
     tables += table_bytes(tensor);
-    const uint64_t planes = present_pages(tensor) - header_pages(tensor);
-    for (uint64_t i = 0; i < planes; ++i) own(tensor.table[i]);
-    for (uint64_t i = 0; i < header_pages(tensor); ++i)
-      own(tensor.table[uint64_t(tensor.bits) * tensor.runs + i]);
+    each_page(tensor, own);
   }
   return sound && pages == now_.live_pages && payload == now_.payload_bytes &&
          spare == now_.evictable_pages && evictable == tree_.size() && tables == table_bytes_ &&

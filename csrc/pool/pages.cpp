@@ -6,11 +6,8 @@
 #include "pool/pool.h"
 
 namespace daf::paging {
-namespace {
 
 constexpr int poison_byte = 0xDB;
-
-}  // namespace
 
 // Takes the lowest free page with memory; there must be one.
 uint32_t Pool::take_page() {
@@ -32,10 +29,7 @@ void Pool::free_page(uint64_t page) {
 
 void Pool::free_pages_of(const Tensor& tensor) {
   now_.payload_bytes -= payload_of(tensor);
-  const uint64_t planes = present_pages(tensor) - header_pages(tensor);
-  for (uint64_t i = 0; i < planes; ++i) free_page(tensor.table[i]);
-  const uint32_t* headers = tensor.table + uint64_t(tensor.bits) * tensor.runs;
-  for (uint64_t i = 0; i < header_pages(tensor); ++i) free_page(headers[i]);
+  each_page(tensor, [&](uint32_t page) { free_page(page); });
 }
 
 bool Pool::group_is_empty(uint64_t group) const {
@@ -74,20 +68,16 @@ void Pool::back_group(uint64_t group) {
   if (pages_per_group_ > 1) empty_.insert(group);
 }
 
-bool Pool::may_take(uint64_t groups) {
-  return !options_.lender.take || options_.lender.take(groups * group_bytes_);
-}
-
 // Gives memory to at least `pages` more pages, in the lowest groups without any.
 void Pool::grow(uint64_t pages, uint64_t most) {
   const uint64_t missing = (pages + pages_per_group_ - 1) / pages_per_group_;
   const Supply supply{now_.live_pages / pages_per_group_, empty_groups().count(), most - backed_};
   uint64_t step = growth_.step(missing, supply);
   if (step > unbacked_.count()) extend_groups(groups_ + step - unbacked_.count());
-  if (!may_take(step)) {
+  if (!options_.lender.take(step * group_bytes_)) {
     step = missing;
     const uint64_t bytes = step * group_bytes_;
-    if (!may_take(step))
+    if (!options_.lender.take(bytes))
       throw RefusedError("asked for " + std::to_string(bytes) +
                              " bytes of memory for pages, and the process's limit leaves no room",
                          bytes);
@@ -112,7 +102,7 @@ uint64_t Pool::return_groups(uint64_t count) {
   }
   backed_ -= done;
   now_.returned_bytes += done * group_bytes_;
-  if (options_.lender.give) options_.lender.give(done * group_bytes_);
+  options_.lender.give(done * group_bytes_);
   if (groups_) forget_groups();
   return done;
 }

@@ -76,7 +76,7 @@ Pool::Pool(const Options& options)
 Pool::~Pool() {
   for (const Tensor& tensor : tensors_)
     if (tensor.handle) std::free(tensor.importance);
-  if (options_.lender.give) options_.lender.give(backed_ * group_bytes_);
+  options_.lender.give(backed_ * group_bytes_);
 }
 
 // The unit in which memory comes and goes.
@@ -113,7 +113,8 @@ uint64_t Pool::allocate(const Request& request) {
   make_room(tensor, metadata_bytes(free_slot_ == 0, bytes));
   add_tensor(tensor);
   table_bytes_ += bytes;
-  fill_table(tensor);
+  each_page(tensor, [&](uint32_t& page) { page = take_page(); });  // make_room provided them
+  now_.payload_bytes += payload_of(tensor);
   note_missing(tensor);
   table.release();
   note_peaks();
@@ -137,15 +138,6 @@ Pool::Tensor Pool::shape_of(const Request& request) const {
                     " elements has more runs than a page table can hold; use larger pages");
   tensor.runs = tensor.full_runs = uint32_t(runs);
   return tensor;
-}
-
-// Writes the page table; make_room has provided the pages.
-void Pool::fill_table(const Tensor& tensor) {
-  const uint64_t planes = present_pages(tensor) - header_pages(tensor);
-  for (uint64_t i = 0; i < planes; ++i) tensor.table[i] = take_page();
-  uint32_t* headers = tensor.table + uint64_t(tensor.bits) * tensor.runs;
-  for (uint64_t i = 0; i < header_pages(tensor); ++i) headers[i] = take_page();
-  now_.payload_bytes += payload_of(tensor);
 }
 
 void Pool::release(uint64_t handle, bool even_pinned) {

@@ -41,11 +41,11 @@ struct RefusedError : FullError {
   uint64_t bytes;
 };
 
-// An outer account: asked before pages get memory, told when they lose it. Both are called under
-// the pool's lock and must not call the pool.
+// An outer account: asked before pages get memory, told when they lose it; without one, none is
+// refused. Both are called under the pool's lock and must not call the pool.
 struct Lender {
-  bool (*take)(uint64_t bytes);
-  void (*give)(uint64_t bytes);
+  bool (*take)(uint64_t bytes) = [](uint64_t) { return true; };
+  void (*give)(uint64_t bytes) = [](uint64_t) {};
 };
 
 struct Options {
@@ -57,7 +57,7 @@ struct Options {
   bool poison;               // fill freed pages with 0xDB
   // Pages lie on a device and are only counted here; whole planes go, and take_lost lists them.
   bool elsewhere = false;
-  Lender lender = {nullptr, nullptr};
+  Lender lender = {};
 };
 
 struct Request {
@@ -158,6 +158,14 @@ class Pool {
   uint64_t spare_pages(const Tensor& tensor) const;
   uint64_t page_payload(const Tensor& tensor, uint64_t run) const;
   uint64_t payload_of(const Tensor& tensor) const;
+  // Visits the table's entries for all present pages: those of planes, then those of headers.
+  template <class Visit>
+  void each_page(const Tensor& tensor, Visit visit) const {
+    const uint64_t headers = header_pages(tensor), planes = present_pages(tensor) - headers;
+    for (uint64_t i = 0; i < planes; ++i) visit(tensor.table[i]);
+    for (uint64_t i = 0; i < headers; ++i)
+      visit(tensor.table[uint64_t(tensor.bits) * tensor.runs + i]);
+  }
 
   Tensor& find(uint64_t handle);
   Tensor shape_of(const Request& request) const;
@@ -166,7 +174,6 @@ class Pool {
   uint32_t slot_of(const Tensor& tensor) const;
   void enter_tree(const Tensor& tensor);
   void leave_tree(const Tensor& tensor);
-  void fill_table(const Tensor& tensor);
   void free_pages_of(const Tensor& tensor);
 
   // Pages and groups.
@@ -178,7 +185,6 @@ class Pool {
   void back_group(uint64_t group);
   void forget_groups();
   void change_page_bytes(uint64_t bytes);
-  bool may_take(uint64_t groups);
   void grow(uint64_t pages, uint64_t most);
   uint64_t return_groups(uint64_t count);
   void return_surplus();
