@@ -33,24 +33,13 @@ State* make_state() {
   return made;
 }
 
-// Asks the pool for bytes; what the pool frees and allocates re-enters on the same thread.
-uint64_t reclaim(uint64_t needed_bytes) {
-  const Reclaim hook = state().reclaim;
-  if (!hook || reclaiming) return 0;
-  reclaiming = true;
-  state().account.reclaims.add();
-  const uint64_t freed = hook(needed_bytes);
-  reclaiming = false;
-  return freed;
-}
-
 // Enters bytes outside the heap into the account; room comes from recycled blocks, then the pool.
 bool charge(uint64_t bytes, bool may_reclaim) {
   Account& account = state().account;
   while (const uint64_t over = account.hold(bytes)) {
     if (state().heap.shed(over) > 0) {
       account.emptied.add();
-    } else if (!may_reclaim || reclaim(over) == 0) {
+    } else if (!may_reclaim || ask_for_room(over) == 0) {
       return false;
     }
   }
@@ -98,7 +87,7 @@ int allocate_large(void** pointer, size_t alignment, size_t bytes, bool must) {
       case Served::yes: state().events.note(*pointer, int64_t(bytes), current_label); return 0;
       case Served::no_memory: return allocate_small(pointer, alignment, bytes, must);
       case Served::over_limit:
-        if (reclaim(over_bytes) > 0) continue;
+        if (ask_for_room(over_bytes) > 0) continue;
         if (!must) return state().refusals.refuse();
         overdraws = true;
     }
@@ -229,7 +218,16 @@ void discharge_external(uint64_t bytes) {
   state().account.held.subtract(bytes);
 }
 
-uint64_t ask_for_room(uint64_t bytes) { return reclaim(bytes); }
+// What the pool frees and allocates re-enters on the same thread.
+uint64_t ask_for_room(uint64_t bytes) {
+  const Reclaim hook = state().reclaim;
+  if (!hook || reclaiming) return 0;
+  reclaiming = true;
+  state().account.reclaims.add();
+  const uint64_t freed = hook(bytes);
+  reclaiming = false;
+  return freed;
+}
 
 void count_refusal() { state().account.refusals.add(); }
 
