@@ -79,8 +79,8 @@ class ElementsCode(_Code):
 
     __slots__ = ("_broken", "code")
 
-    def __init__(self, count: int, planes: Any, code: normalisation.ElementCode) -> None:
-        super().__init__(count, planes)
+    def __init__(self, store: Any, count: int, bits: int, code: normalisation.ElementCode) -> None:
+        super().__init__(count, store.allocate_planes(count, bits, headers=False))
         self.code = code._replace(channels=None, table=None)  # of the encoder alone
         self._broken: Tensor | None = None
 
@@ -94,7 +94,7 @@ class ElementsCode(_Code):
         """
         if code.codec is not Codec.INTEGERS:
             element_type(tensor.dtype)
-        found = cls(tensor.numel(), _planes(store, tensor.numel(), bits), code)
+        found = cls(store, tensor.numel(), bits, code)
         with found.planes.filling() as planes:
             broken = backend_of(tensor).encode_elements(tensor, planes, code)
         if broken is True:
@@ -106,7 +106,7 @@ class ElementsCode(_Code):
     @classmethod
     def unwritten_mask(cls, store: Any, count: int) -> ElementsCode:
         """Allocate a mask of ``count`` elements; the caller fills and seals ``planes``."""
-        return cls(count, _planes(store, count, 1), normalisation.ElementCode(Codec.MASK))
+        return cls(store, count, 1, normalisation.ElementCode(Codec.MASK))
 
     def decode(self, out: Tensor, **read: Any) -> None:
         """Write a dense tensor of the encoded element count; ``read``: fields of ElementCode."""
@@ -217,7 +217,3 @@ def elements_in(blocks: tuple[int, int], count: int) -> int:
     """Return the elements of blocks first to last (exclusive) of a tensor of ``count``."""
     first, last = blocks
     return min(last * BLOCK_ELEMENTS, count) - first * BLOCK_ELEMENTS
-
-
-def _planes(store: Any, count: int, bits: int) -> Any:
-    return store.allocate_planes(count, bits, headers=False)
