@@ -80,9 +80,8 @@ class CpuBackend(Backend):
         codecs.read(_reading(encoding))
 
     def derive(self, values: norms.KeptValues, decoding: norms.Decoding) -> None:
-        job = _writing(decoding, values.x.numel())
-        job = job._replace(source=values.x.data_ptr(), affine=values.forward)
-        codecs.copy(job)
+        x, forward = values
+        codecs.copy(_writing(decoding, x.numel(), source=x.data_ptr(), affine=forward))
 
     def sum_gradient(
         self, values: norms.Values, given: norms.MaskedGradient, geometry: norms.Geometry
