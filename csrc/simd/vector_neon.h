@@ -4,7 +4,6 @@
 #include <arm_neon.h>
 
 #include <cstdint>
-#include <cstring>
 #include <utility>
 
 #include "simd/neon_registers.h"

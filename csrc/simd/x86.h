@@ -3,7 +3,6 @@
 
 #include <immintrin.h>
 #include <cstdint>
-#include <cstring>
 #include <utility>
 
 #define DAF_INLINE static inline __attribute__((always_inline))
