@@ -273,10 +273,10 @@ LOOP = """
     from test_compress import Blocks, rows, train
     from daf.memory import process_memory
     model = Blocks()
-    budget = int(sys.argv[1]) or process_memory.resident_bytes()  # code goes back: some room
+    budget = int(sys.argv[1]) or process_memory.resident_bytes() + 60_000_000
     try:
         with daf.compress(model, budget=budget, tolerance=0) as found:
-            train(model, model)
+            train(model, model, batches=lambda step: rows(step, 16_384))
     except daf.BudgetError as error:
         print(error.least_bytes)
     else:
