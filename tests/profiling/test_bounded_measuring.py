@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 import daf
 from daf.memory import glibc, process_memory
+from daf.memory.statistics import stats
+from daf.profiling import profiler
 
 WORDS, LENGTH, WIDTH = 20_000, 768, 32
 LOGITS_BYTES = LENGTH * WORDS * 4  # 61 MB; plain PyTorch's smallest step holds three of them
@@ -164,3 +167,23 @@ def test_code_that_a_size_is_the_first_to_read_does_not_seem_to_grow_with_it(
         assert read_once.cache_info().currsize > 2
         assert session.profile.passing_bytes_at(ROWS) < 16 * 2**20
     read_once.cache_clear()
+
+
+def test_a_step_that_is_measured_again_holds_nothing_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[int] = []
+    once = profiler.Profiler._observe_once
+
+    def noted(own: profiler.Profiler, *arguments: Any) -> Any:
+        held.append(stats()["held_bytes.current"])
+        return once(own, *arguments)
+
+    monkeypatch.setattr(profiler, "MOST_READ_BYTES", -1)  # each step is, whatever code it read
+    monkeypatch.setattr(profiler.Profiler, "_observe_once", noted)
+    model, words = Model(), torch.randint(0, WORDS, (1, LENGTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with daf.Session(model, optimizer, "8GB", tolerance=0, cache=False) as session:
+        session.prepare(words, loss_fn)
+    assert len(held) >= 3
+    assert max(held) - min(held) < LOGITS_BYTES / 2

@@ -287,13 +287,20 @@ class Profiler:
     def _observe(
         self, context: StepContext, examples: int, policy: Policy = TIGHTEST, *, again: bool = True
     ) -> Observation:
-        part = context.first(examples)
+        mapped_bytes, policy = self.memory.mapped_bytes(), self._operators.of(policy, examples)
+        found = self._observe_once(context, examples, policy)
+        read_bytes = self.memory.mapped_bytes() - mapped_bytes
+        if again and read_bytes * context.info.examples > MOST_READ_BYTES * examples:
+            found = self._observe_once(context, examples, policy)
+        if not policy.recomputes:
+            self._growth.note(found, (context.choice.cut, self._operators))
+        return found
+
+    def _observe_once(self, context: StepContext, examples: int, policy: Policy) -> Observation:
         self._make_room()
-        mapped_bytes = self.memory.mapped_bytes()
         self.begin_peak()
         before_bytes = self.memory.held_bytes()
-        observer = Observer(self.capture, examples, self.memory)
-        policy = self._operators.of(policy, examples)
+        observer, part = Observer(self.capture, examples, self.memory), context.first(examples)
         step = self.capture.step(policy, seed=0, step_index=0, batch=part, watcher=observer)
         with observer.watching():
             with step:
@@ -301,15 +308,10 @@ class Profiler:
             observer.begin_backward()
             loss.mean.backward()  # type: ignore[no-untyped-call]
         observer.found.process_bytes = self.memory.peak_bytes() - before_bytes
-        read_bytes = self.memory.mapped_bytes() - mapped_bytes
         nn.Module.zero_grad(self.model)
         self._settle()
-        if again and read_bytes * context.info.examples > MOST_READ_BYTES * examples:
-            return self._observe(context, examples, policy, again=False)
         observer.found.plain_bytes = self.capture.stats.plain_peak_bytes
         observer.found.chunk_bytes = policy.chunk_bytes or 0
-        if not policy.recomputes:
-            self._growth.note(observer.found, (context.choice.cut, self._operators))
         return observer.found
 
     def _times(

@@ -207,7 +207,10 @@ class SessionReadings(Uncopied):
 
     def include_loading(self) -> None:
         """Count what was held before this session, too: ``prepare`` then takes no lower budget."""
-        self._plan_controller.selector.loaded_bytes = self._runner.counters.loading_peak_bytes
+        counters = self._runner.counters
+        self._plan_controller.held_before = lambda: max(
+            counters.loading_peak_bytes, counters.peak_bytes
+        )
 
     @property
     def profile(self) -> Profile | None:

@@ -67,6 +67,8 @@ class PlanController(Resumable):
     proven_again_at: int = -1  # the step
     # What plans leave beside the usual (bytes), where no pass is tried again.
     margin_bytes: Callable[[Profile], int] = field(default=lambda _: 0)
+    # The most held so far (bytes), where loading and measuring count, too.
+    held_before: Callable[[], int] = field(default=lambda: 0)
 
     def __post_init__(self) -> None:
         self.planned_budget_bytes = self.budget_bytes
@@ -122,6 +124,7 @@ class PlanController(Resumable):
         self.keeper.bound(budget_bytes, budget_bytes)
         self.budget_controller.watch()
         weigh = partial(self.noise.weigh, context=context, budget_bytes=budget_bytes)
+        self.selector.loaded_bytes = self.held_before()
         return self.selector.begin(self.noise.weighed(profiles), budget_bytes, weigh)
 
     def _measured(

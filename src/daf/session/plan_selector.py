@@ -80,7 +80,7 @@ class PlanSelector(Resumable):
     first: Plan | None = None
     profiles: Profiles | None = None
     evidence: PeakMeasurement | None = None
-    loaded_bytes: int = 0  # the most that loading held: a budget below it is broken already
+    loaded_bytes: int = 0  # the most held before a plan: a budget below it is broken already
 
     def __init__(self, constraints: planner.Constraints) -> None:
         self.constraints = constraints

@@ -103,9 +103,7 @@ class WarmStart:
             self._place = None
         controller.follow_budget(controller.budget_bytes)  # near; the least plan, if none fits it
         plan, budget_bytes = controller.selector.plan, controller.budget_bytes or 0
-        least_bytes = max(
-            plan.predicted_peak_bytes if plan else 0, controller.selector.loaded_bytes
-        )
+        least_bytes = max(plan.predicted_peak_bytes if plan else 0, controller.held_before())
         return begun if plan and least_bytes <= budget_bytes else None
 
     def _is_proven(self, context: StepContext) -> bool:

@@ -52,6 +52,7 @@ class BudgetedForward(Uncopied):
             parse_budget(budget)
         asked_memory(model, budget)
         self.number = 0  # among a script's models
+        self.counts_loading = False  # True: no budget is taken below what was held before, either
         self._runner: ForwardRunner | None = None
         self._entered = 0
         self._listening: ExitStack | None = None
@@ -94,6 +95,8 @@ class BudgetedForward(Uncopied):
             self._runner = ForwardRunner(
                 self.model, self._budget, self._tolerance, self._seed, self._losses
             )
+            if self.counts_loading:
+                self._runner.include_loading()
         return self._runner.running(arguments, keywords)
 
     @property
@@ -255,7 +258,7 @@ class ScriptModels:
         if not trains or len(self._reports) >= MOST_MODELS:
             return None
         found = BudgetedForward(module, self._budget, tolerance=self._tolerance)
-        found.number = len(self._reports)
+        found.number, found.counts_loading = len(self._reports), True
         self._reports[found.number] = found.report()
         self._tell(f"{type(module).__name__}: measuring small passes, then planning")
         return found
