@@ -20,8 +20,9 @@ from daf.profiling.beside_memory import BesideMemory
 pytestmark = pytest.mark.skipif(bool(unsupported_reason()), reason=str(unsupported_reason()))
 MB = 1_000_000
 
-TRAINING = """
+NETWORK = """
     import sys, torch
+    from daf import Session
     from daf.memory import process_memory
 
     torch.manual_seed(0)
@@ -30,6 +31,9 @@ TRAINING = """
         torch.nn.Linear(16 * 14 * 14, 10),
     )
     optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+TRAINING = """
     images, labels = torch.randn(8, 3, 16, 16), torch.arange(8)
     mapped, losses = [], []
     for index in range(6):
@@ -45,18 +49,7 @@ TRAINING = """
     print(*mapped, process_memory.mapped_bytes(), ",".join(losses))
 """
 
-
 WITHIN_A_BUDGET = """
-    import torch
-    from daf import Session
-    from daf.memory import process_memory
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.Flatten(),
-        torch.nn.Linear(16 * 14 * 14, 10),
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.randn(32, 3, 16, 16), torch.arange(32) % 10
 
     def loss_fn(model, batch):
@@ -75,7 +68,7 @@ WITHIN_A_BUDGET = """
 
 
 def run(code: str, *arguments: str) -> list[str]:
-    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    command = [sys.executable, "-c", textwrap.dedent(NETWORK + code), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.split()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 
 import daf
 from daf.memory import glibc, process_memory
-from daf.memory.statistics import stats
 from daf.profiling import profiler
+from daf.step.microbatch import WeightedLoss
 
 WORDS, LENGTH, WIDTH = 20_000, 768, 32
 LOGITS_BYTES = LENGTH * WORDS * 4  # 61 MB; plain PyTorch's smallest step holds three of them
@@ -172,18 +173,26 @@ def test_code_that_a_size_is_the_first_to_read_does_not_seem_to_grow_with_it(
 def test_a_step_that_is_measured_again_holds_nothing_of_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    held: list[int] = []
-    once = profiler.Profiler._observe_once
+    losses: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    once, read_loss = profiler.Profiler._observe_once, profiler.read_loss
 
     def noted(own: profiler.Profiler, *arguments: Any) -> Any:
-        held.append(stats()["held_bytes.current"])
+        alive.append(sum(each() is not None for each in losses))
         return once(own, *arguments)
+
+    def noting(*arguments: Any) -> WeightedLoss:
+        loss = read_loss(*arguments)
+        losses.append(weakref.ref(loss.total))
+        return loss
 
     monkeypatch.setattr(profiler, "MOST_READ_BYTES", -1)  # each step is, whatever code it read
     monkeypatch.setattr(profiler.Profiler, "_observe_once", noted)
+    monkeypatch.setattr(profiler, "read_loss", noting)  # what loss functions change is put back
     model, words = Model(), torch.randint(0, WORDS, (1, LENGTH))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with daf.Session(model, optimizer, "8GB", tolerance=0, cache=False) as session:
         session.prepare(words, loss_fn)
-    assert len(held) >= 3
-    assert max(held) - min(held) < LOGITS_BYTES / 2
+    assert len(alive) >= 3
+    assert len(losses) >= 3
+    assert not any(alive)

@@ -206,7 +206,7 @@ class SessionReadings(Uncopied):
         return self._plan_controller.predicted_peak_bytes
 
     def include_loading(self) -> None:
-        """Count what was held before this session, too: ``prepare`` then takes no lower budget."""
+        """Count what loading and measuring held, too: ``prepare`` then takes no lower budget."""
         counters = self._runner.counters
         self._plan_controller.held_before = lambda: max(
             counters.loading_peak_bytes, counters.peak_bytes
