@@ -40,7 +40,7 @@ class Way:
     ``gradient_file`` receives the first step's gradient, float32, parameter after parameter.
     ``keeps_first_state``: for ``settled_gradient``, which goes back to the first weights.
     ``batch_size`` None is the workload's own. ``cuts_statistics`` lets micro-batches have batch
-    statistics of their own, which computes something else.
+    statistics of their own, which computes something else; ``cuts`` False trains the whole batch.
     """
 
     workload: str
@@ -53,6 +53,7 @@ class Way:
     policy: str | None = None
     tolerance: float | None = None
     cuts_statistics: bool = False
+    cuts: bool = True
     peer: str = "plain"
     amount: float = 0.0
     return_freed_blocks: bool = False
@@ -145,6 +146,7 @@ class Work:
             seed=way.seed,
             baseline_bytes=self.floor_bytes,
             allow_batchnorm_split=way.cuts_statistics,
+            split="auto" if way.cuts else False,
             **session_options(way.policy, way.tolerance),
         )
 
@@ -214,6 +216,7 @@ class Work:
             write_gradient(model, path)
             return {}
         counted = SavedBytes(model, batch)
+        self._peer.counts_in(counted)
         with counted.hooks():
             self._trained(batch)
         write_gradient(model, path)

@@ -21,6 +21,7 @@ from daf.pool.paged_pool import make_store
 from daf.step.microbatch import LossFunction, likely_cut, read_loss
 from daf.torch_compat import compiler
 from daf_bench.accuracy.published_allocation import gact_policy, minmax_policy
+from daf_bench.harness.saved_bytes import SavedBytes
 from daf_bench.harness.static_baselines import accumulating_step, checkpoint_blocks
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -48,12 +49,14 @@ class Peer:
 
     ``saved_peak_bytes`` tells what is held for backward at most, where the peer counts it.
     ``saves_by_autograd`` says that hooks of autograd's see all that is held, so that
-    it can be counted from outside (``saved_bytes``).
+    it can be counted from outside (``saved_bytes``). What they do not see ``counts_in`` tells
+    from then on: what is held while a block is computed again.
     """
 
     step: Callable[[Any], float]
     saved_peak_bytes: Callable[[], int | None] = lambda: None
     saves_by_autograd: bool = False
+    counts_in: Callable[[SavedBytes], None] = lambda _: None
 
 
 def make_peer(name: str, setting: Setting, amount: float) -> Peer:
@@ -130,8 +133,12 @@ def _lean_step(
 def _checkpointed(setting: Setting, share: float) -> Peer:
     if not setting.blocks:
         raise PlatformError("the model has no blocks that one would checkpoint")
-    checkpoint_blocks(setting.model, setting.blocks, share)
-    return Peer(_stepper(setting), saves_by_autograd=True)
+    blocks = checkpoint_blocks(setting.model, setting.blocks, share)
+
+    def count_in(counted: SavedBytes) -> None:
+        blocks.counted = counted
+
+    return Peer(_stepper(setting), saves_by_autograd=True, counts_in=count_in)
 
 
 def _accumulating(setting: Setting, pieces: int) -> Peer:

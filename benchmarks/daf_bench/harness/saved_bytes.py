@@ -37,6 +37,10 @@ class SavedBytes:
         """The context in which what is saved is counted."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
 
+    def note_beside(self, nbytes: int) -> None:
+        """Somebody else holds so many bytes for backward beside what is counted, for a moment."""
+        self.peak_bytes = max(self.peak_bytes, self._now_bytes + nbytes)
+
     def _pack(self, tensor: Tensor) -> _Held:
         held = _Held(tensor.detach())  # the tensor itself would keep its own graph alive
         address = _address(tensor)

@@ -92,7 +92,8 @@ def _measured(child: Contender, plain: Plain, plain_row: Row, steps: int, folder
     if "raised" in ours[-1]:
         return {"refused": ours[-1]["raised"], "least_bytes": None}
     row = _row_of(ours, steps, child.facts(), (plain_row["floor_bytes"], plain_row["peak_bytes"]))
-    row["step_ratio"] = median_ratio(times(ours[-steps:]), times(theirs))
+    own, other = times(ours[-steps:]), times(theirs)
+    row |= {"step_ratio": median_ratio(own, other), "steps_ms": own, "plain_steps_ms": other}
     # Settled: the plan that training goes on with, not that of the first, careful step.
     gradient = folder / "ours"
     gradient.unlink(missing_ok=True)

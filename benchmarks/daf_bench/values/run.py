@@ -2,7 +2,8 @@
 
 ``compress(bits="exact")`` and plain PyTorch take a forward and a backward pass in turn, on the same
 model and batch, the whole batch at once. Plain runs twice, so that the same beside itself says what
-the machine's noise is. Gradients are compared bit for bit, from the same random state.
+the machine's noise is. Gradients are compared bit for bit, from the same random state. Then whole
+steps of exact sessions run beside those of ``rivals``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from types import MappingProxyType
 
 import torch
@@ -23,6 +25,7 @@ from daf.step.microbatch import read_loss
 from daf_bench.doors.interval import LEAST_PAIRS, interval_of
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.row_log import Row, RowLog
+from daf_bench.values import rivals
 from daf_bench.workloads import find_workload
 from daf_bench.workloads.sources import Sources, default_sources
 from daf_bench.workloads.trainable import Trainable
@@ -52,19 +55,21 @@ class ValuesJob:
     pairs: int = LEAST_PAIRS
     most_pairs: int = 40
     is_small: bool = False
+    has_rivals: bool = True
     sources: Sources = field(default_factory=default_sources)
 
 
 def quick_job() -> ValuesJob:
-    """Small inputs: seconds each; times say little."""
-    return ValuesJob(most_pairs=LEAST_PAIRS, is_small=True)
+    """Small inputs and no rivals: seconds each; times say little."""
+    return ValuesJob(most_pairs=LEAST_PAIRS, is_small=True, has_rivals=False)
 
 
 def run(
     job: ValuesJob, rows_file: Path | None = None, on_progress: Report = lambda *_: None
 ) -> BenchResult:
-    """Run it, going on where ``rows_file`` ends."""
+    """Run it, going on where ``rows_file`` ends; rivals' rows lie beside it."""
     described = {**asdict(replace(job, sources=Sources())), "sources": job.sources.described()}
+    del described["has_rivals"]
     log = RowLog(rows_file, described)
     for place, name in enumerate(job.workloads):
 
@@ -77,8 +82,15 @@ def run(
         f"{job.sources.described()}",
         f"*_saved_ratio_115: plain's saved bytes over ours, 0 where the step takes more than "
         f"{MOST_STEP} of plain's (near end)",
+        "recording_share_*: what forward takes more where values are recorded and looked up, in "
+        "shares of plain's whole step (near end)",
     )
-    return BenchResult("values", log.rows, figures_of(log.rows), notes)
+    figures, beside = figures_of(log.rows), []
+    if job.has_rivals:
+        file = rows_file and rows_file.with_stem(f"{rows_file.stem}_rivals")
+        beside = rivals.measure(job.workloads, job.sources, file, on_progress)
+        figures |= rivals.figures_of(beside)
+    return BenchResult("values", [*log.rows, *beside], figures, (*notes, *rivals.NOTES))
 
 
 def _row(job: ValuesJob, name: str, report: Callable[[str], None]) -> Row:
@@ -90,11 +102,13 @@ def _row(job: ValuesJob, name: str, report: Callable[[str], None]) -> Row:
     gradients = {label: _gradient(work, way) for label, way in ways.items()}
     stats, sites = ours.stats, ours.sites()
     found: dict[str, list[float]] = {label: [] for label in ways}
+    forward: dict[str, list[float]] = {label: [] for label in ways}
     while _wants_more(job, found):
         count = len(found[PLAIN])
         report(f"pair {count + 1} of {job.pairs} or more")
         for label in list(ways) if count % 2 == 0 else [*reversed(ways)]:
-            found[label].append(_pass_ms(work, ways[label]))
+            for taken, ms in zip((found, forward), _pass_ms(work, ways[label]), strict=True):
+                taken[label].append(ms)
     return {
         "workload": name,
         "model": MODELS.get(name, name),
@@ -104,6 +118,7 @@ def _row(job: ValuesJob, name: str, report: Callable[[str], None]) -> Row:
         "is_repeatable": _equal(gradients[PLAIN], gradients[AGAIN]),
         "is_equal": _equal(gradients[PLAIN], gradients[EXACT]),
         "ms": found,
+        "forward_ms": forward,
     }
 
 
@@ -113,15 +128,17 @@ def _gradient(work: Trainable, way: AbstractContextManager[object]) -> list[Tens
     return [each.clone() for each in found if each is not None]
 
 
-def _pass_ms(work: Trainable, way: AbstractContextManager[object]) -> float:
+def _pass_ms(work: Trainable, way: AbstractContextManager[object]) -> tuple[float, float]:
+    """What a forward and a backward pass take (ms), and of that forward alone."""
     batch = work.batch(0)
     work.model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
     start_s = time.perf_counter()
     with way:
         loss = read_loss(work.task.loss(work.model, batch), work.order.batch_size).mean
+    forward_ms = 1000.0 * (time.perf_counter() - start_s)
     loss.backward()  # type: ignore[no-untyped-call]
-    return 1000.0 * (time.perf_counter() - start_s)
+    return 1000.0 * (time.perf_counter() - start_s), forward_ms
 
 
 def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -142,6 +159,13 @@ def _wants_more(job: ValuesJob, found: dict[str, list[float]]) -> bool:
     return count < job.most_pairs and widest > MOST_WIDTH
 
 
+def _recording_share(row: Row) -> float:
+    """What forward takes more than plain's, in shares of plain's whole step (near end)."""
+    forward, whole_ms = row["forward_ms"], median(row["ms"][PLAIN])
+    pairs = zip(forward[EXACT], forward[PLAIN], strict=True)
+    return max(0.0, interval_of([one - other for one, other in pairs]).low) / whole_ms
+
+
 def figures_of(rows: list[Row]) -> dict[str, float]:
     """The figures; of intervals the near ends."""
     figures: dict[str, float] = {}
@@ -157,6 +181,7 @@ def figures_of(rows: list[Row]) -> dict[str, float]:
         "step_worst": max((found[EXACT].low for found in intervals), default=float("nan")),
         "plain_over_itself_worst": max((e[AGAIN].low for e in intervals), default=float("nan")),
         "width_worst": max(widths, default=float("nan")),
+        "recording_share_worst": max(map(_recording_share, rows), default=float("nan")),
         "compared": sum(row["is_repeatable"] for row in rows),
         "mismatches": sum(row["is_repeatable"] and not row["is_equal"] for row in rows),
     }

@@ -169,6 +169,21 @@ def test_saved_bytes_are_counted_by_storage_without_parameters_and_batch(batch: 
     assert capture.stats.plain_peak_bytes == plain  # as DAF itself counts
 
 
+def test_what_a_block_holds_while_it_is_computed_again_counts_too(batch: Batch) -> None:
+    rows = 4096 * 4
+    made, _, peer = trained("checkpoint", 1.0, batch, steps=0)
+    counted = SavedBytes(made, batch)
+    peer.counts_in(counted)
+    with counted.hooks():
+        loss = peer.step(batch)
+    # The second block's input, and its ReLU's result; what came behind it is gone by then.
+    assert counted.peak_bytes == 16 * rows + 64 * rows
+    plain, losses, _ = trained("plain", 0, batch, steps=1)
+    assert losses == [loss]
+    for one, other in zip(plain.parameters(), made.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_first_weights_come_back_from_disk_with_their_random_state() -> None:
     made = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)).to(
         memory_format=torch.channels_last
