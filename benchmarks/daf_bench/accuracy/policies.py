@@ -6,6 +6,8 @@ activations' derivatives among what has a width (``spread-B``: attention's queri
 weights too, which otherwise have eight bits),
 ``gact-B`` and ``actnn-B`` as published, with min-max codes. ActNN's formula takes the
 energy of a block for its range, in which blocks of Gaussian values are proportional.
+``planned``: by measured sensitivity the fewest bytes within the default tolerance, as a plan takes
+them that has no room to spare.
 ``tensor-B`` and ``channel-B`` are min-max codes of one width whose range is the whole tensor's or
 each channel's, as DAF was published (arXiv 2507.07149).
 ``alam-B`` codes means of two neighbours (of four below one bit) in min-max codes of B bits
@@ -20,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -42,6 +44,7 @@ from daf.core.policy import (
 )
 from daf.core.reports import SiteReport
 from daf.operators.chunked.weight_gradient import CHUNK_BYTES
+from daf.planning.planner import DEFAULT_TOLERANCE
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 from daf.step.microbatch import LossFunction, likely_cut, read_loss
@@ -54,6 +57,7 @@ from daf_bench.accuracy.bit_allocation import (
     coded_sites,
     gact_widths,
     held_bytes,
+    least_bytes,
     least_variance,
 )
 
@@ -63,13 +67,14 @@ POLICY_FORMS = (
     *("plain", "rotated-B", "minmax-B", "allocated-B", "spread-B"),
     *("gact-B", "actnn-B", "alam-B", "tensor-B", "channel-B"),
 )
+PLANNED = "planned"
 FUSED, APART = "fused-", "apart-"
 _SPREAD_LEAST_BITS = 3  # of q, k and attention's weights; plans give them more
 _CODES = [each for each in STANDARD_TREATMENTS if each != KEEP]
 _OF_WEIGHTS = [Treatment(Method.MINMAX, bits) for bits in (*range(_SPREAD_LEAST_BITS, 7), 8)]
 # Errors of derivatives are the same at every step: where they count, they are worth any bytes.
 _OF_SMOOTH = [*(Treatment(Method.DERIVATIVE, bits) for bits in (2, 3, 4)), KEEP]
-_REFITTED = ("allocated", "spread", "gact", "actnn")
+_REFITTED = (PLANNED, "allocated", "spread", "gact", "actnn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,8 @@ def make_policy(name: str, example: Example) -> Policy:
     """
     if name == "plain":
         return plain_policy()
+    if name == PLANNED:
+        return replace(_planned(example), name=name, rederive=example.rederive)
     if name.startswith(FUSED):
         chunked = replace(example, chunked=True)
         return with_fused_operators(
@@ -115,8 +122,8 @@ def make_policy(name: str, example: Example) -> Policy:
     least = _LEAST_AVERAGED if kind == "alam" else 1
     if kind not in _MAKERS or not least <= bits <= 8 or (kind in _WHOLE and bits != int(bits)):
         raise UnknownNameError(
-            f"unknown policy {name!r}; known: {', '.join(POLICY_FORMS)} with B from 1 to 8, whole "
-            f"for one width everywhere (alam: {_LEAST_AVERAGED} to 4)"
+            f"unknown policy {name!r}; known: {PLANNED}, {', '.join(POLICY_FORMS)} with B from 1 "
+            f"to 8, whole for one width everywhere (alam: {_LEAST_AVERAGED} to 4)"
         )
     return replace(_MAKERS[kind](bits, example), name=name, rederive=example.rederive)
 
@@ -160,18 +167,32 @@ def _averaged(bits: float, example: Example) -> Policy:
 
 
 def _allocated(bits: float, example: Example) -> Policy:
-    sites, elements = allocated_sites(example)
-    found = least_variance(sites, budget_of(sites, elements, bits))
-    return _with_sites(coded_policy(1), found.treatments)
+    found = allocated_sites(example)
+    chosen = least_variance(found.sites, budget_of(found.sites, found.elements, bits))
+    return _with_sites(coded_policy(1), chosen.treatments)
 
 
-def allocated_sites(example: Example) -> tuple[list[CodedSite], dict[Site, int]]:
-    """What ``allocated-B`` chooses among, as measured on the example; elements of every site."""
+def _planned(example: Example) -> Policy:
+    found = allocated_sites(example)
+    chosen = least_bytes(found.sites, DEFAULT_TOLERANCE * found.batch_variance)
+    return _with_sites(coded_policy(1), chosen.treatments)
+
+
+class AllocatedSites(NamedTuple):
+    """What allocations choose among, elements of every site, and the batch's own variance."""
+
+    sites: list[CodedSite]
+    elements: dict[Site, int]
+    batch_variance: float
+
+
+def allocated_sites(example: Example) -> AllocatedSites:
+    """What ``allocated-B`` and ``planned`` choose among, as measured on the example."""
     values, smooth = _coded_elements(example, coded_policy(1), _VALUE_NEEDS, (Need.SMOOTH,))
-    elements = values | smooth
-    found = measured(example, coded_policy(2), elements)
+    sensitivity = _sensitivity(example, coded_policy(2))
+    found = _of_sites(sensitivity, elements := values | smooth)
     sites = coded_sites(values, found, _CODES) + coded_sites(smooth, found, _OF_SMOOTH)
-    return sites, elements
+    return AllocatedSites(sites, elements, sensitivity.batch_variance)
 
 
 def _spread(bits: float, example: Example) -> Policy:
@@ -314,9 +335,13 @@ def _sensitivity(example: Example, policy: Policy) -> Sensitivity:
 
 def measured(example: Example, policy: Policy, elements: Mapping[Site, int]) -> dict[Site, float]:
     """Variance per error of every site; the least measured where one had no code of its own."""
+    return _of_sites(_sensitivity(example, policy), elements)
+
+
+def _of_sites(sensitivity: Sensitivity, elements: Mapping[Site, int]) -> dict[Site, float]:
     found = {
         site: each.variance_per_error
-        for site, each in _sensitivity(example, policy).sites.items()
+        for site, each in sensitivity.sites.items()
         if each.variance_per_error > 0
     }
     least = min(found.values(), default=1.0)

@@ -24,10 +24,11 @@ from daf.planning.planner import DEFAULT_TOLERANCE
 from daf.session.rollback import Action, DivergenceWatch
 from daf_bench.accuracy.gradient_bias import BiasTask
 from daf_bench.accuracy.personalisation import BudgetTask
-from daf_bench.accuracy.policies import APART, FUSED
+from daf_bench.accuracy.policies import APART, FUSED, PLANNED
 from daf_bench.accuracy.policy_tracking import Follower
 from daf_bench.accuracy.sub_bit import BelowTask
 from daf_bench.accuracy.tasks import AccuracyTask, Effort, batches, evaluate, mean_loss
+from daf_bench.doors.interval import mean_interval_of
 from daf_bench.harness.result import BenchResult
 
 POLICIES = (
@@ -42,11 +43,12 @@ POLICIES = (
     *(f"{each}-{bits}" for each in ("tensor", "channel") for bits in (2, 4, 8)),
     *(f"apart-{each}" for each in ("gact-2", "actnn-2", "minmax-2", "alam-1")),
 )
-_OURS = ("rotated", "allocated", "spread")
+_OURS = ("rotated", "allocated", "spread", PLANNED)
 _THEIRS = ("minmax", "gact", "actnn", "alam", "tensor", "channel")
 FULL = Effort()
 WITHIN_POINTS = 0.5
 FAR_POINTS = 10.0
+LEAST_SEEDS = 8  # of an interval: fewer seeds bound next to nothing
 _FIRST_STEPS = 2  # the first step loads code, and its account is still incomplete
 
 Row = dict[str, Any]
@@ -111,6 +113,8 @@ _NOTES = (
     "step_ratio: median step time over plain's with the same seed; runs are not interleaved",
     "gact and actnn are re-implementations of the published allocations with min-max codes, alam "
     "of averaging neighbours",
+    "behind_plain: how much worse the metric is than plain's with the same seeds, its mean and the "
+    "ends of its interval of 95 % (Student's t), where there are eight seeds or more",
     "added_noise: (step, variance that codes added over the batch's own), measured while training; "
     "noise_is_relative: of steps that divide by gradients, not of the gradient (AdamW)",
 )
@@ -261,7 +265,7 @@ def figures(rows: Iterable[Row], tasks: Iterable[Task]) -> dict[str, float]:
             found[f"{name}/{task.metric}"] = means[policy]
             found[f"{name}/spread"] = max(values) - min(values)
             found[f"{name}/saved_ratio"] = min(row["saved_ratio"] for row in group)
-            found |= _noise_figures(name, group)
+            found |= _noise_figures(name, group) | _behind_plain(task, name, own, policy)
             if (ratio := _step_ratio(group, own)) is not None:
                 found[f"{name}/step_ratio"] = ratio
         found |= _near_plain(task, own, means, found)
@@ -318,6 +322,30 @@ def _step_ratio(group: list[Row], own: list[Row]) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
+def _losses(task: AccuracyTask, own: list[Row], policy: str) -> list[float]:
+    """How much worse than plain's a policy's metric is, of each seed that both have."""
+    plain, theirs = (
+        {r["seed"]: r["metrics"][task.metric] for r in own if r["policy"] == name and r["finished"]}
+        for name in ("plain", policy)
+    )
+    sign = 1.0 if task.higher_is_better else -1.0
+    return [sign * (plain[seed] - theirs[seed]) for seed in sorted(plain.keys() & theirs.keys())]
+
+
+def _behind_plain(task: AccuracyTask, name: str, own: list[Row], policy: str) -> dict[str, float]:
+    """The mean loss of the metric to plain's with the same seeds, and its interval of 95 %."""
+    losses = [] if policy == "plain" else _losses(task, own, policy)
+    if len(losses) < LEAST_SEEDS:
+        return {}
+    found = mean_interval_of(losses)
+    return {
+        f"{name}/behind_plain": found.middle,
+        f"{name}/behind_plain_low": found.low,
+        f"{name}/behind_plain_high": found.high,
+        f"{name}/behind_plain_seeds": float(len(losses)),
+    }
+
+
 def _near_plain(
     task: AccuracyTask, own: list[Row], means: dict[str, float], found: dict[str, float]
 ) -> dict[str, float]:
@@ -328,21 +356,9 @@ def _near_plain(
     if spread > 0:
         allowed = min(allowed, spread)
 
-    by_seed = {
-        (row["policy"], row["seed"]): row["metrics"][task.metric] for row in own if row["finished"]
-    }
-
     def loss(policy: str) -> float:
-        """How much worse than plain, over the seeds that both have."""
-        behind = [
-            by_seed["plain", seed] - value
-            for (name, seed), value in by_seed.items()
-            if name == policy and ("plain", seed) in by_seed
-        ]
-        if not behind:
-            return math.inf
-        mean: float = statistics.mean(behind)
-        return mean if task.higher_is_better else -mean
+        behind = _losses(task, own, policy)
+        return statistics.mean(behind) if behind else math.inf
 
     def best(kinds: tuple[str, ...]) -> float:
         near = [each for each in means if each.startswith(kinds) and loss(each) <= allowed]

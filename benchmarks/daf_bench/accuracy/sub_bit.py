@@ -63,7 +63,8 @@ class BelowTask:
 
     def measure(self, policy: str, seed: int, effort: Effort) -> Row:
         """By mean width: bytes of DAF's codes over those that add as much with half bits too."""
-        sites, elements = allocated_sites(_learned(self.tasks[policy].prepare(seed, effort), seed))
+        learned = _learned(self.tasks[policy].prepare(seed, effort), seed)
+        sites, elements, _ = allocated_sites(learned)
         wider = [_with_half_a_bit(each, elements[each.site]) for each in sites]
         fewer = {}
         for bits in WIDTHS:

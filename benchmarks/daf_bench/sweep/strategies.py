@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
+from daf_bench.doors.interval import student_t
 from daf_bench.sweep.point import WARM_UP_STEPS
 
 Rows = Sequence[dict[str, Any]]
@@ -31,8 +32,6 @@ NOTES = (
     "sage_vs_best_static_worst: SAGE's step over the fastest of SGC and SGA whose peak is within "
     "the same budget; the end nearer to 1 of the 95 % interval; the worst of models and budgets",
 )
-_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # by degrees of freedom
-_T_95_MANY = 1.96
 
 
 def figures_of(rows: Rows) -> dict[str, float]:
@@ -111,5 +110,4 @@ def near_end_of_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 def _t_of(shares: Sequence[float], counts: Sequence[int]) -> float:
     """Student's t by the degrees of freedom of Welch and Satterthwaite."""
     below = sum(s * s / (n - 1) for s, n in zip(shares, counts, strict=True) if n > 1)
-    freedom = int(sum(shares) ** 2 / below) if below else 1
-    return _T_95[max(1, freedom) - 1] if freedom <= len(_T_95) else _T_95_MANY
+    return student_t(int(sum(shares) ** 2 / below) if below else 1)

@@ -22,9 +22,8 @@ from daf_bench.workloads.sources import Sources
 MOST_STEP = 1.40  # of plain's: no rival that is slower is compared by bytes
 REFUSED = 9.9  # a budget that a rival holds and ours does not
 BUDGETS = (75, 50, 35, 20)  # percent of plain's peak above the floor
-BETWEEN = (90, 60)  # more points of ours, which no rival is asked for
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the blocks
-STEPS = 8
+STEPS = 6
 NOTES = (
     "rivals and exact sessions: whole steps of the whole batch, each in turn with plain's; peaks "
     "are the process's, saved bytes those held for backward, with what is computed again",
@@ -41,7 +40,7 @@ def _ours(percent: int) -> Asked:
 CONTESTANTS = (
     *(by_peer(f"checkpointing {share:.0%} of blocks", "checkpoint", share) for share in SHARES),
     Asked("replay of modules", PUBLISHED, {"policy": "checkpoint-static", "cuts": False}, 100),
-    *map(_ours, sorted((*BUDGETS, *BETWEEN), reverse=True)),
+    *map(_ours, BUDGETS),
     by_peer("activation budget 0.5", "activation-budget", 0.5, compiles=True),
 )
 
