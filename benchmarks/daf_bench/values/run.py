@@ -26,6 +26,7 @@ from daf_bench.doors.interval import LEAST_PAIRS, interval_of
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.row_log import Row, RowLog
 from daf_bench.values import rivals
+from daf_bench.values.recording import recording_of
 from daf_bench.workloads import find_workload
 from daf_bench.workloads.sources import Sources, default_sources
 from daf_bench.workloads.trainable import Trainable
@@ -77,13 +78,16 @@ def run(
             on_progress(f"{name}: {what}", place, len(job.workloads))
 
         log.row(name, lambda: _row(job, name, report))  # noqa: B023
+        log.row(f"{name}: recording", lambda: _recording_row(job, name, report))  # noqa: B023
     notes = (
         f"forward and backward on {torch.get_num_threads()} threads; data: "
         f"{job.sources.described()}",
         f"*_saved_ratio_115: plain's saved bytes over ours, 0 where the step takes more than "
         f"{MOST_STEP} of plain's (near end)",
-        "recording_share_*: what forward takes more where values are recorded and looked up, in "
-        "shares of plain's whole step (near end)",
+        "recording_share_*: recording values and looking them up, in shares of plain's step, each "
+        "by its own clock; unused_recorders: how many were made where nothing is computed again",
+        "forward_more_*: what forward takes more, recording and what is coded, in the same shares "
+        "(near end)",
     )
     figures, beside = figures_of(log.rows), []
     if job.has_rivals:
@@ -120,6 +124,13 @@ def _row(job: ValuesJob, name: str, report: Callable[[str], None]) -> Row:
         "ms": found,
         "forward_ms": forward,
     }
+
+
+def _recording_row(job: ValuesJob, name: str, report: Callable[[str], None]) -> Row:
+    report("recording")
+    work = find_workload(name).load(job.sources, job.is_small).build()
+    named = {"workload": name, "model": MODELS.get(name, name)}
+    return named | recording_of(work.model, lambda way: _pass_ms(work, way))
 
 
 def _gradient(work: Trainable, way: AbstractContextManager[object]) -> list[Tensor]:
@@ -159,29 +170,41 @@ def _wants_more(job: ValuesJob, found: dict[str, list[float]]) -> bool:
     return count < job.most_pairs and widest > MOST_WIDTH
 
 
-def _recording_share(row: Row) -> float:
+def _recording_shares(rows: list[Row]) -> Iterator[float]:
+    """What recording and look-ups take, in shares of plain's whole step."""
+    steps = {row["workload"]: median(row["ms"][PLAIN]) for row in rows if "ms" in row}
+    for row in rows:
+        if "recording_ms" in row:
+            yield (row["recording_ms"] + row["look_up_ms"]) / steps[row["workload"]]
+
+
+def _forward_more(row: Row) -> float:
     """What forward takes more than plain's, in shares of plain's whole step (near end)."""
     forward, whole_ms = row["forward_ms"], median(row["ms"][PLAIN])
     pairs = zip(forward[EXACT], forward[PLAIN], strict=True)
     return max(0.0, interval_of([one - other for one, other in pairs]).low) / whole_ms
 
 
-def figures_of(rows: list[Row]) -> dict[str, float]:
+def figures_of(found: list[Row]) -> dict[str, float]:
     """The figures; of intervals the near ends."""
+    rows = [row for row in found if "ms" in row]
+    unused = sum(row.get("unused_recorders", 0) for row in found)
     figures: dict[str, float] = {}
     intervals = [{label: interval_of(r) for label, r in _ratios(row["ms"])} for row in rows]
-    for row, found in zip(rows, intervals, strict=True):
-        ratio = row["saved_bytes_plain"] / row["saved_bytes"]
-        within = found[EXACT].low <= MOST_STEP
-        figures[f"{row['model']}_saved_ratio_115"] = ratio if within else 0.0
-        figures[f"{row['model']}_step"] = found[EXACT].middle
-    widths = [each.half_width for found in intervals for each in found.values()]
+    for row, ratios in zip(rows, intervals, strict=True):
+        saved = row["saved_bytes_plain"] / row["saved_bytes"]
+        within = ratios[EXACT].low <= MOST_STEP
+        figures[f"{row['model']}_saved_ratio_115"] = saved if within else 0.0
+        figures[f"{row['model']}_step"] = ratios[EXACT].middle
+    widths = [each.half_width for ratios in intervals for each in ratios.values()]
     return {
         **figures,
-        "step_worst": max((found[EXACT].low for found in intervals), default=float("nan")),
+        "step_worst": max((each[EXACT].low for each in intervals), default=float("nan")),
         "plain_over_itself_worst": max((e[AGAIN].low for e in intervals), default=float("nan")),
         "width_worst": max(widths, default=float("nan")),
-        "recording_share_worst": max(map(_recording_share, rows), default=float("nan")),
+        "recording_share_worst": max(_recording_shares(found), default=float("nan")),
+        "unused_recorders": unused,
+        "forward_more_worst": max(map(_forward_more, rows), default=float("nan")),
         "compared": sum(row["is_repeatable"] for row in rows),
         "mismatches": sum(row["is_repeatable"] and not row["is_equal"] for row in rows),
     }
