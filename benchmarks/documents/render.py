@@ -30,7 +30,7 @@ from operator_tables import operator_speed_figures, operators_figures
 from paper_tables import experiments_table, published_figures
 from papers import packing_figures, policy_lines, reduce_figures, strategy_lines, varying_figures
 from side_by_side import peers_figures
-from value_tables import start_figures, values_figures
+from value_tables import ablations_figures, start_figures, values_figures
 from words import MB, ROOT, measured_by, picture
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -349,6 +349,7 @@ TABLES = (
     (ROOT / "docs" / "operators.md", "operators", operators_figures),
     (ROOT / "docs" / "operators.md", "operator_speed", operator_speed_figures),
     (ROOT / "docs" / "papers.md", "packing", packing_figures),
+    (ROOT / "docs" / "papers.md", "ablations", ablations_figures),
     (ROOT / "docs" / "recompute.md", "values", values_figures),
     (ROOT / "docs" / "planning.md", "start", start_figures),
     (ROOT / "docs" / "gpu.md", "kernels-gpu", gpu_kernel_figures),

@@ -1,11 +1,14 @@
-"""The tables of exact recomputation, and of how sessions start, in Markdown."""
+"""The tables of exact recomputation, of ablations, and of how sessions start, in Markdown."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from daf_bench.doors.interval import interval_of
+from daf_bench.peers.table import PLAIN
+from daf_bench.peers.verdicts import why_not
 from daf_bench.start.run import ratios_of
+from daf_bench.values.rivals import NOTES as RIVAL_NOTES
 from words import MB, measured_by
 
 _ASKED = {
@@ -27,13 +30,74 @@ def values_figures(result: dict[str, Any]) -> str:
         "| exact, whole batch | saved by plain | plain's over ours | asked | a pass over plain's | "
         "plain's over itself |",
         "|---|---|---|---|---|---|",
-        *(_values_line(row) for row in result["rows"]),
+        *(_values_line(row) for row in result["rows"] if "ms" in row),
         "",
         "Medians of pairs, with their 95 % intervals; asked within a pass of 1.15. Gradients equal "
         f"plain's bit for bit where plain's equal themselves: {figures['compared']:.0f} compared, "
-        f"{figures['mismatches']:.0f} differ.",
+        f"{figures['mismatches']:.0f} differ. Recording and looking up takes at most "
+        f"{figures['recording_share_worst']:.1%} of plain's step; where nothing is computed again, "
+        f"{figures['unused_recorders']:.0f} recorders were made.",
+        *_rivals_table(result),
     ]
     return "\n".join(lines)
+
+
+def _rivals_table(result: dict[str, Any]) -> list[str]:
+    """Exact sessions and rivals, each beside plain's steps; nothing where none was measured."""
+    rows = [row for row in result["rows"] if "contestant" in row]
+    if not rows:
+        return []
+    figures, shown = result["figures"], ("fewer_bytes_worst", "vs_best_recompute_worst")
+    worst = (f"{name}: {figures[name]:.3g}" for name in shown if name in figures)
+    return [
+        "",
+        "| whole steps | | budget | peak | saved, of plain's | step over plain's |",
+        "|---|---|---|---|---|---|",
+        *(_rival_line(row, rows) for row in rows),
+        "",
+        f"{'; '.join(worst)}.",
+        *(f"- {note}" for note in result["notes"][-len(RIVAL_NOTES) :]),
+    ]
+
+
+def _rival_line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    named = f"| {row['workload']} | {row['contestant']}"
+    if "step_ratio" not in row:
+        return f"{named} | {why_not(row)[:120]} | | | |"
+    plain = next(r for r in rows if r["contestant"] == PLAIN and r["workload"] == row["workload"])
+    saved, budget = row["saved_bytes_peak"], row["budget_bytes"]
+    cells = [
+        "" if budget is None else f"{budget / MB:.0f} MB",
+        f"{row['peak_bytes'] / MB:.0f} MB",
+        "" if saved is None else f"{saved / plain['saved_bytes_peak']:.3f}",
+        f"{row['step_ratio']:.3f}",
+    ]
+    return f"{named} | {' | '.join(cells)} |"
+
+
+def ablations_figures(result: dict[str, Any]) -> str:
+    """Stages of both papers' ablations, each beside plain's steps."""
+    lines = [
+        measured_by(result, "ablations"),
+        "",
+        "| workload | stage | peak above the floor, of plain's | saved, of plain's | step over "
+        "plain's | gradient error |",
+        "|---|---|---|---|---|---|",
+        *(_stage_line(row, result["rows"]) for row in result["rows"]),
+        "",
+        *(f"- {note}" for note in result["notes"][1:]),
+    ]
+    return "\n".join(lines)
+
+
+def _stage_line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    named = f"| {row['workload']} | {row['contestant']}"
+    if "step_ratio" not in row:
+        return f"{named} | {why_not(row)[:120]} | | | |"
+    plain = next(r for r in rows if r["contestant"] == PLAIN and r["workload"] == row["workload"])
+    saved, error = row["saved_bytes_peak"] / plain["saved_bytes_peak"], row["gradient_error"]
+    shown = "" if error is None else f"{error:.2g}"
+    return f"{named} | {row['peak_ratio']:.3f} | {saved:.3f} | {row['step_ratio']:.3f} | {shown} |"
 
 
 def _values_line(row: dict[str, Any]) -> str:

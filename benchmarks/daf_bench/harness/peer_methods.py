@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from daf.capture.capture import Capture
 from daf.core.errors import PlatformError, UnknownNameError
 from daf.core.policy import Policy
 from daf.pool.paged_pool import make_store
+from daf.pool.store import Store
+from daf.step.dry_run import dry_run
 from daf.step.microbatch import LossFunction, likely_cut, read_loss
 from daf.torch_compat import compiler
+from daf_bench.ablations.stages import STAGES, Stage
 from daf_bench.accuracy.published_allocation import gact_policy, minmax_policy
 from daf_bench.harness.saved_bytes import SavedBytes
 from daf_bench.harness.static_baselines import accumulating_step, checkpoint_blocks
@@ -76,6 +80,7 @@ def make_peer(name: str, setting: Setting, amount: float) -> Peer:
         "disk": lambda: _on_disk(setting),
         "minmax": lambda: _coded(setting, lambda _: minmax_policy(int(amount))),
         "gact": lambda: _coded(setting, lambda batch: _gact(setting, batch, int(amount))),
+        **{stage: partial(_staged, setting, STAGES[stage]) for stage in STAGES},
     }
     if name not in makers:
         raise UnknownNameError(f"unknown peer {name!r}; known: {', '.join(makers)}")
@@ -216,18 +221,32 @@ def _gact(setting: Setting, batch: Any, bits: int) -> Policy:
     return gact_policy(bits, setting.model, setting.loss_fn, batch)
 
 
-def _coded(setting: Setting, policy_for: Callable[[Any], Policy]) -> Peer:
-    """Codes by this policy, which is settled on the first batch."""
-    capture = Capture(setting.model, make_store(None))
+def _coded(
+    setting: Setting,
+    policy_for: Callable[[Any], Policy],
+    store: Store | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Peer:
+    """Codes by this policy, which is settled on the first batch; ``around``: each step."""
+    capture = Capture(setting.model, store or make_store(None))
     policy: Policy | None = None
     steps = peak_bytes = 0
 
     def step(batch: Any) -> float:
         nonlocal policy, steps, peak_bytes
-        policy = policy or policy_for(batch)
-        coding = capture.step(policy, seed=setting.seed, step_index=steps, batch=batch)
-        loss = _lean_step(setting, batch, coding)
+        with around():
+            if policy is None:
+                policy = policy_for(batch)
+                if policy.operators:  # what is fused is proven first
+                    dry_run(capture, setting.model, policy, batch, setting.loss_fn)
+            coding = capture.step(policy, seed=setting.seed, step_index=steps, batch=batch)
+            loss = _lean_step(setting, batch, coding)
         steps, peak_bytes = steps + 1, max(peak_bytes, capture.stats.held_peak_bytes)
         return loss
 
     return Peer(step, lambda: peak_bytes)
+
+
+def _staged(setting: Setting, stage: Stage) -> Peer:
+    """A stage of an ablation."""
+    return _coded(setting, lambda _: stage.policy(), stage.make_store(), stage.choosing)

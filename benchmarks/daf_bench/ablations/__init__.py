@@ -1,0 +1,1 @@
+"""The papers' mechanisms inside a training step: one after another, and one at a time."""
