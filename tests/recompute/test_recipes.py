@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import daf
+from daf.codecs.scratch import SMALLEST_BLOCK_BYTES, Scratch
 from daf.core.errors import SavedTensorError
 from daf.core.policy import Method
 from daf.recompute import recipe
-from daf.recompute.values import normalised
+from daf.recompute.values import into, normalised
 from daf.saved_tensors.ledger import Holding
 
 Loss = Callable[[Any], Tensor]
@@ -89,9 +90,75 @@ def test_known_statistics_give_batch_norms_bits(affine: bool, layout: torch.memo
         x = (3.0 * torch.randn(5, 7, 9, 11) - 40.0).contiguous(memory_format=layout)
         gamma, beta = (torch.randn(7), torch.randn(7)) if affine else (None, None)
         y, mean, deviation = torch.native_batch_norm(x, gamma, beta, None, None, True, 0.1, 1e-5)
-        (again,) = normalised(x, gamma, beta, mean, deviation)
+        again = normalised(x, gamma, beta, mean, deviation)
         assert torch.equal(again, y)
         assert again.stride() == y.stride()
+        room = torch.full_like(y, torch.nan)
+        assert normalised(x, gamma, beta, mean, deviation, out=room) is room
+        assert torch.equal(room, y)
+
+
+A = torch.ops.aten
+INTO = {
+    A.add.Tensor: lambda x: (x, x.flip(0)),
+    A.mul.Tensor: lambda x: (x, x.flip(0)),
+    A.clamp_min.default: lambda x: (x, 0.1),
+    A.pow.Tensor_Scalar: lambda x: (x, 2.0),
+    A.cat.default: lambda x: ([x, x.flip(0)], 1),
+    A.gelu.default: lambda x: (x,),
+    A.silu.default: lambda x: (x,),
+    A._softmax.default: lambda x: (x, 1, False),
+    A.avg_pool2d.default: lambda x: (x, [2, 2]),
+}
+
+
+@pytest.mark.parametrize("function", INTO, ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_what_writes_into_room_writes_the_same_bits(function: Any, layout: Any) -> None:
+    x = torch.randn(4, 6, 8, 10, generator=torch.Generator().manual_seed(0))
+    given = INTO[function](x.contiguous(memory_format=layout))
+    expected, writer = function(*given), into(function)
+    assert writer is not None
+    room = torch.full_like(expected, torch.nan)
+    assert writer(*given, out=room) is room
+    assert torch.equal(room, expected)
+    assert room.stride() == expected.stride()
+
+
+def test_what_would_only_copy_into_room_is_left_alone() -> None:
+    assert into(A.native_layer_norm.default) is None
+    assert into(A.relu.default) is None
+
+
+def test_what_is_computed_again_lies_in_memory_that_is_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block that is paged in anew takes longer than a normalisation."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU()),
+        nn.Conv2d(16, 8, 3),
+    )
+    batch, ours = torch.randn(16, 3, 48, 48), daf.compress(model, bits="exact")
+    scratch, found = ours._capture._state.scratch, []
+    restore = recipe.Recomputed.restore
+
+    def noting(self: recipe.Recomputed, given: Scratch) -> Tensor:
+        made = restore(self, given)
+        blocks = [each.data_ptr() for each in scratch._blocks]
+        found.append((made.nbytes, given is scratch, made.data_ptr() in blocks, len(blocks)))
+        return made
+
+    monkeypatch.setattr(recipe.Recomputed, "restore", noting)
+    for _ in range(2):
+        with ours:
+            loss = model(batch).square().mean()
+        loss.backward()
+    assert len(found) == 4  # two convolutions' inputs, twice
+    assert min(nbytes for nbytes, *_ in found) >= SMALLEST_BLOCK_BYTES
+    assert all(of_ours and is_in_block for _, of_ours, is_in_block, _ in found)
+    assert max(blocks for *_, blocks in found) == 1
 
 
 def test_running_statistics_advance_once() -> None:

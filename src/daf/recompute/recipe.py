@@ -13,16 +13,18 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
 from daf.core.policy import SMALL_BYTES, Site
 from daf.recompute.fingerprint import Fingerprint
-from daf.recompute.values import Geometry, Operand, Operation, Value, ValueRecorder, in_place
+from daf.recompute.values import Geometry, Operand, Operation, Value, ValueRecorder, in_place, into
 from daf.saved_tensors.ledger import Holding, Ledger, Source
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor
 from daf.saved_tensors.packer import kept_holding
@@ -38,6 +40,7 @@ MOST_WORK = 11.0
 NEAR = 8
 # Constants up to this are copied: parameters of normalisations may change before backward.
 MOST_COPIED_BYTES = 1 << 16
+CPU = torch.device("cpu")
 _CONCATENATE = torch.ops.aten.cat.default
 
 
@@ -118,8 +121,7 @@ class _Step:
         if self in results.known:
             return results.known[self]
         arguments, keywords = map_nest(_Input, results.of, self.inputs)
-        overwriting = in_place(self.operation.function) if self._may_overwrite(results) else None
-        made = (overwriting or self.operation.function)(*arguments, **keywords)
+        made = self._function(results)(*arguments, **keywords)
         found: Tensor = made[self.output] if isinstance(made, (tuple, list)) else made
         if Geometry.of(found) != self.geometry:
             raise SavedTensorError(f"{self.operation.function} gave {Geometry.of(found)} this time")
@@ -127,6 +129,16 @@ class _Step:
         if any(is_kept) or results.readers[self] > 1:
             results.known[self] = found
         return found
+
+    def _function(self, results: _Results) -> Callable[..., Any]:
+        """Return what runs: over the first argument, into recycled memory, or the operation."""
+        function = self.operation.function
+        if self._may_overwrite(results) and (found := in_place(function)):
+            return found  # type: ignore[no-any-return]
+        if results.scratch is not None and not self.output and (found := into(function)):
+            shape, stride, _, dtype = self.geometry
+            return partial(found, out=results.scratch.empty(Layout(shape, stride, dtype, CPU)))
+        return function
 
     def _may_overwrite(self, results: _Results) -> bool:
         """True if the first argument is a result that nothing else reads, like this one."""
@@ -146,6 +158,7 @@ class _Results:
 
     readers: Counter[Node]
     of_saved: Recomputed | None = None
+    scratch: Scratch | None = None  # None: operations allocate themselves
     known: dict[_Step, Tensor] = field(default_factory=dict)
 
     def of(self, read: _Input) -> Tensor:
@@ -164,6 +177,7 @@ class Recomputed(PackedTensor):
     __slots__ = (
         "_fingerprint",
         "_geometry",
+        "_is_on_cpu",
         "_ledger",
         "_made",
         "_place",
@@ -176,7 +190,7 @@ class Recomputed(PackedTensor):
     def __init__(self, made: _Step, tensor: Tensor, site: Site, ledger: Ledger) -> None:
         super().__init__()
         self.step = made
-        self._geometry = Geometry.of(tensor)
+        self._geometry, self._is_on_cpu = Geometry.of(tensor), tensor.is_cpu
         self._made: tuple[Tensor, Holding] | None = None  # by another's run, for the next reading
         self._readers = Counter(_read_in(made))
         self.alive_bytes = _alive_bytes(made)  # beside leaves, when most are
@@ -190,14 +204,14 @@ class Recomputed(PackedTensor):
         """What it is computed from."""
         return [each for each in self._readers if isinstance(each, Leaf)]
 
-    def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002 - operations allocate themselves
+    def restore(self, scratch: Scratch) -> Tensor:
         """Return the tensor; SavedTensorError if it is not the one saved."""
         if self._made is not None:
             (made, _), self._made = self._made, None
             found = self._geometry.within(made)
         else:
             alive = Holding(self._ledger, self.alive_bytes)
-            found = self.compute(self)
+            found = self.compute(self, scratch)
             del alive
         if bool(Fingerprint.sampled(found, self._place).differs(self._fingerprint)):
             raise SavedTensorError(
@@ -208,9 +222,10 @@ class Recomputed(PackedTensor):
         return found
 
     @below_autograd()
-    def compute(self, of_saved: Recomputed | None = None) -> Tensor:
-        """Run the recipe, whatever modes are in force; ``of_saved``: as ``_Results`` has it."""
-        return self._geometry.within(self.step.compute(_Results(self._readers, of_saved)))
+    def compute(self, of_saved: Recomputed | None = None, scratch: Scratch | None = None) -> Tensor:
+        """Run the recipe, whatever modes are in force; arguments are as ``_Results`` has them."""
+        results = _Results(self._readers, of_saved, scratch if self._is_on_cpu else None)
+        return self._geometry.within(self.step.compute(results))
 
     def keep(self, made: Tensor) -> bool:
         """Hold what another's run made until this is read; False if that would be a new peak."""
@@ -315,7 +330,7 @@ class RecipeMaker:
         proven = self._state.proven_recipes
         if key not in proven:
             try:
-                again = Fingerprint.whole(made.compute())
+                again = Fingerprint.whole(made.compute(scratch=self._state.scratch))
                 proven[key] = not bool(again.differs(Fingerprint.whole(tensor)))
             except (SavedTensorError, RuntimeError):  # another geometry, or types that do not mix
                 proven[key] = False

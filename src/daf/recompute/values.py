@@ -18,7 +18,7 @@ from torch import Tensor
 
 from daf.codecs.layout import is_dense
 from daf.torch_compat.autograd_graph import StorageReference, bytes_of, is_strided
-from daf.torch_compat.operator_mode import DispatchMode
+from daf.torch_compat.operator_mode import DispatchMode, runs_on_cpu_itself
 from daf.torch_compat.pytree import map_nest, tensors_in_batch
 
 
@@ -160,7 +160,7 @@ class ValueRecorder(DispatchMode):
         y, *statistics = result
         nest: Any = ((*arguments[:3], *statistics), {})
         operation = Operation(normalised, map_nest(Tensor, self.operand, nest), y.nbytes)
-        self._note_result(operation, -1, y)
+        self._note_result(operation, 0, y)
 
     def _note_result(self, operation: Operation, place: int, result: Tensor) -> None:
         storage = result.untyped_storage()
@@ -175,11 +175,17 @@ def _unknown(storage: torch.UntypedStorage) -> Value:
 
 
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
+_BATCH_NORM_INTO: Any = torch.ops.aten.native_batch_norm.out
 
 
 def normalised(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mean: Tensor, inverse_deviation: Tensor
-) -> tuple[Tensor]:
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    inverse_deviation: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
     """Return what ``native_batch_norm`` in training makes of ``x``, whose statistics are known.
 
     In inference it multiplies by one number a channel and adds another as in training
@@ -188,7 +194,12 @@ def normalised(
     """
     scale = inverse_deviation if gamma is None else inverse_deviation * gamma
     variance = torch.ones_like(scale)
-    return torch.native_batch_norm(x, scale, beta, mean, variance, False, 0.0, 0.0)[:1]
+    given = (x, scale, beta, mean, variance, False, 0.0, 0.0)
+    if out is None:
+        return torch.native_batch_norm(*given)[0]
+    none = scale.new_empty(0)
+    _BATCH_NORM_INTO(*given, out=out, save_mean=none, save_invstd=none)
+    return out
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -255,6 +266,24 @@ def in_place(function: Any) -> Any | None:
     """Return the overload that writes an operation's result over its first argument, or None."""
     schema = getattr(function, "_schema", None)
     return None if schema is None else _twin(function, schema.name.partition("::")[2] + "_")
+
+
+@lru_cache(maxsize=4096)
+def into(function: Any) -> Any | None:
+    """Return what writes an operation's one result into ``out`` itself, on a processor, or None."""
+    if function is normalised:
+        return function
+    own = _named_types(function)
+    packet = getattr(torch.ops.aten, function._schema.name.partition("::")[2])
+    for found in (getattr(packet, name) for name in packet.overloads()):
+        *given, last = _named_types(found) or [("", "")]
+        if given == own and last[0] == "out" and runs_on_cpu_itself(found):
+            return found
+    return None
+
+
+def _named_types(function: Any) -> list[tuple[str, str]]:
+    return [(each.name, str(each.type)) for each in function._schema.arguments]
 
 
 def _twin(function: Any, name: str) -> Any | None:
