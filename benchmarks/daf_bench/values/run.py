@@ -70,7 +70,7 @@ def run(
 ) -> BenchResult:
     """Run it, going on where ``rows_file`` ends; rivals' rows lie beside it."""
     described = {**asdict(replace(job, sources=Sources())), "sources": job.sources.described()}
-    del described["has_rivals"]
+    del described["has_rivals"], described["workloads"]  # later runs may ask for more
     log = RowLog(rows_file, described)
     for place, name in enumerate(job.workloads):
 
