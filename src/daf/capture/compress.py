@@ -11,6 +11,7 @@ from daf.core.reports import CaptureStats, FusionReport, SiteReport
 from daf.core.units import parse_optional_bytes
 from daf.memory.domain import device_of
 from daf.memory.glibc import return_free_memory
+from daf.memory.process_memory import resident_bytes
 from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reason
 from daf.offload.host_codes import host_options
 from daf.offload.spill import SpillOptions
@@ -81,7 +82,7 @@ class compress(Uncopied):  # noqa: N801 - used as a statement, like torch.no_gra
         store = make_store(parse_optional_bytes(pool_bytes))
         self._capture = Capture(model, store, spill, host, can_run_again=False)
         self._seed = seed
-        self._entries = 0
+        self._entries, self._resident_bytes = 0, resident_bytes()
         is_on_cpu = device_of(model).type == "cpu" and unsupported_reason() is None
         recycles = is_on_cpu and self._policy != policies.plain_policy()
         self._recycling = RecyclingAllocator() if recycles else None
@@ -91,7 +92,7 @@ class compress(Uncopied):  # noqa: N801 - used as a statement, like torch.no_gra
         step_index = mix_key(self._entries, sum(map(version_of, self._model.parameters())))
         if self._recycling is not None:
             self._recycling.__enter__()
-            if self._entries == 0:
+            if self._entries == 0 and resident_bytes() - self._resident_bytes > 2**26:
                 return_free_memory()  # what glibc holds idle serves nobody from now on
         self._entries += 1
         step = self._capture.step(self._policy, self._seed, step_index)
