@@ -61,6 +61,12 @@ def test_within_a_budget_the_fastest_rival_counts_and_a_refusal_is_the_worst() -
     assert figures["vs_best_recompute_median"] == pytest.approx(1.3 / 1.2)  # at 50 %: 1.3 / 1.4
 
 
+def test_a_workload_whose_plain_side_cannot_run_is_not_compared() -> None:
+    failed = {"workload": "w4", "contestant": PLAIN, "kind": PEER, "percent": None}
+    figures = rivals.figures_of([failed | {"failed": "no library"}])
+    assert figures == {"rivals": 0, "rival_budgets": 0}
+
+
 def test_what_differs_by_less_than_its_noise_is_no_slower() -> None:
     rival, own = row("half", PEER, 1.2, 600), ours(75, 1.2, 400)
     own["steps_ms"] = [1.2 * ms * each for ms, each in zip(PLAIN_MS, (1.1, 0.95) * 3, strict=True)]

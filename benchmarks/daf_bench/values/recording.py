@@ -29,7 +29,6 @@ UNRECORDED_BITS = 4  # codes alone: nothing is computed again
 class RecordingTimes:
     """What recorders and look-ups took since ``begin`` (ms); how many there were, their calls."""
 
-    recorders: int = 0
     calls: int = 0
     look_up_ms: float = 0.0
     _made: list[Any] = field(default_factory=list)
@@ -42,8 +41,13 @@ class RecordingTimes:
 
     def begin(self) -> None:
         """Forget what was timed."""
-        self.recorders, self.calls, self.look_up_ms = 0, 0, 0.0
+        self.calls, self.look_up_ms = 0, 0.0
         self._made.clear()
+
+    @property
+    def recorders(self) -> int:
+        """How many were made."""
+        return len(self._made)
 
     @property
     def recording_ms(self) -> float:
@@ -58,7 +62,6 @@ class RecordingTimes:
                 times.calls += 1
                 return super().__torch_dispatch__(*call, **keywords)
 
-        self.recorders += 1
         self._made.append(Recorder())
         return self._made[-1]  # type: ignore[no-any-return]
 

@@ -92,7 +92,10 @@ def _fewer_bytes(rival: Row, own: Rows) -> float:
 
 def _beside_best(own: Rows, percent: int) -> list[float]:
     """Our step over the best rival's within that budget; nothing where no rival is within it."""
-    ours = next(row for row in own if row["kind"] == OURS and row["percent"] == percent)
+    asked = (row for row in own if row["kind"] == OURS and row["percent"] == percent)
+    ours = next(asked, None)
+    if ours is None:  # plain itself could not run, so nobody was asked
+        return []
     within = [row for row in _rivals(own) if row["peak_bytes"] <= ours["budget_bytes"]]
     if not within:
         return []

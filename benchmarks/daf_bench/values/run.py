@@ -121,11 +121,13 @@ def _row(job: ValuesJob, name: str, report: Callable[[str], None]) -> Row:
 
 
 @contextmanager
-def _processes(job: ValuesJob, name: str) -> Iterator[dict[str, Child]]:
+def _processes(
+    job: ValuesJob, name: str, labels: tuple[str, ...] = SIDES
+) -> Iterator[dict[str, Child]]:
     folder = None if job.sources.folder is None else str(job.sources.folder)
     with ExitStack() as stack:
         sides = {}
-        for label in SIDES:
+        for label in labels:
             side = asdict(Side(name, folder, job.is_small, label == EXACT))
             sides[label] = Child("daf_bench.values.child", side, f"{name}, {label}")
             stack.callback(sides[label].end)
@@ -135,7 +137,7 @@ def _processes(job: ValuesJob, name: str) -> Iterator[dict[str, Child]]:
 def _recording_row(job: ValuesJob, name: str, report: Callable[[str], None]) -> Row:
     report("recording")
     named = {"workload": name, "model": MODELS.get(name, name)}
-    with _processes(job, name) as sides:
+    with _processes(job, name, (EXACT,)) as sides:
         return named | sides[EXACT].ask("recording")
 
 

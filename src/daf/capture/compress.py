@@ -27,7 +27,7 @@ class compress(Uncopied):  # noqa: N801 - used as a statement, like torch.no_gra
     Enter one object once for every step; ``stats`` and ``sites()`` report the last one. Every entry
     takes fresh seeds, from ``seed``, the number of entries and the updates of parameters. From the
     first one on, and as long as the object lives, blocks that PyTorch frees on the processor are
-    used again: paging them in anew takes a fifth of a step, and leaves gaps in glibc's heap.
+    used again: paging them in anew takes time, and glibc's heap would keep gaps.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class compress(Uncopied):  # noqa: N801 - used as a statement, like torch.no_gra
         if self._recycling is not None:
             self._recycling.__enter__()
             if self._entries == 0 and resident_bytes() - self._resident_bytes > 2**26:
-                return_free_memory()  # what glibc holds idle serves nobody from now on
+                return_free_memory()  # such 64 MB of glibc's, if idle, serve nobody from now on
         self._entries += 1
         step = self._capture.step(self._policy, self._seed, step_index)
         step.__enter__()
