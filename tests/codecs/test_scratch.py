@@ -59,25 +59,6 @@ def test_a_larger_block_serves_smaller_tensors_and_few_blocks_are_kept() -> None
     assert all(tensor.fill_(1.0).sum() == ELEMENTS for tensor in alive)
 
 
-def test_two_blocks_serve_sums_of_two_terms_in_turn() -> None:
-    scratch = Scratch()
-    addresses = []
-    for _ in range(3):
-        first, second = scratch.empty(floats(ELEMENTS)), scratch.empty(floats(ELEMENTS))
-        addresses.append({first.data_ptr(), second.data_ptr()})
-        del first, second
-    assert addresses == addresses[:1] * 3
-    assert scratch.held_bytes == 8 * ELEMENTS
-    # The smaller of two that would do is taken; idle ones go before a larger one comes.
-    larger = scratch.empty(floats(3 * ELEMENTS))
-    assert scratch.held_bytes == 12 * ELEMENTS
-    smaller = scratch.empty(floats(ELEMENTS))
-    assert larger.data_ptr() != smaller.data_ptr()
-    address = smaller.data_ptr()
-    del larger, smaller
-    assert scratch.empty(floats(ELEMENTS)).data_ptr() == address
-
-
 def test_small_tensors_come_from_the_system() -> None:
     scratch = Scratch()
     scratch.empty(floats(ELEMENTS - 1))

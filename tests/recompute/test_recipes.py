@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import daf
-from daf.codecs.scratch import SMALLEST_BLOCK_BYTES, Scratch
+from daf.capture.capture import Capture
 from daf.core.errors import SavedTensorError
-from daf.core.policy import Method
+from daf.core.policy import RECOMPUTE, Method, Site, Treatment, plain_policy
+from daf.pool.store import PlainStore
 from daf.recompute import recipe
-from daf.recompute.values import into, normalised
+from daf.recompute.values import normalised
 from daf.saved_tensors.ledger import Holding
 
 Loss = Callable[[Any], Tensor]
@@ -74,7 +77,83 @@ def test_a_convolutions_input_behind_norm_and_relu_is_computed_from_the_norms_in
     methods = check(block(inplace=inplace), images)
     assert methods["3:conv2d#0[0]"] is Method.RECOMPUTE
     assert methods["1:batch_norm#0[0]"] is Method.KEEP
+    assert methods["2:relu#0[0]"] is Method.RECOMPUTE  # what the convolution reads, no mask
+
+
+def ran_in_backward(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, loss: Loss, passes: int = 2
+) -> tuple[Counter[str], Any]:
+    """Return the operations that the last backward pass ran again, and what was compressed."""
+    ran, compute = Counter[str](), recipe._Step._may_overwrite
+
+    def counting(step: Any, results: Any) -> bool:  # once for each operation that runs
+        ran[
+            getattr(step.operation.function, "overloadpacket", step.operation.function).__name__
+        ] += 1
+        return compute(step, results)
+
+    monkeypatch.setattr(recipe._Step, "_may_overwrite", counting)
+    exact = daf.compress(model, bits="exact")
+    for _ in range(passes):
+        with exact:
+            found = loss(model)
+        more = Holding(exact._capture._state.ledger, 1 << 20)
+        del more  # what was held before backward, so that there is room
+        ran.clear()
+        found.backward()
+    return ran, exact
+
+
+@pytest.mark.parametrize(
+    ("kind", "inplace"), [(nn.ReLU, False), (nn.ReLU, True), (nn.Hardtanh, False)]
+)
+def test_signs_are_read_of_what_is_computed_again_for_another(
+    kind: type[nn.Module], inplace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No mask is made where the tensor itself is made once more, and that is done once for both."""
+    ran, exact = ran_in_backward(monkeypatch, block(kind, inplace=inplace), images)
+    assert {each.treatment.method for each in exact.sites()} == {Method.RECOMPUTE, Method.KEEP}
+    assert sum(ran.values()) == 2 == len(ran)  # the normalisation and the activation
+    _, first = ran_in_backward(monkeypatch, block(kind, inplace=inplace), images, passes=1)
+    assert Method.MASK in {each.treatment.method for each in first.sites()}  # none knew of another
+
+
+def test_signs_that_no_other_needs_are_masks() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.AvgPool2d(14))
+    methods = check(model, images)
     assert methods["2:relu#0[0]"] is Method.MASK
+
+
+def test_signs_are_masks_again_where_the_other_s_tensor_is_coded_now() -> None:
+    """What another policy computed again is none of this one's."""
+    model, batch = block(), torch.randn(4, 3, 16, 16)
+    sites = {"again": Site("3", "conv2d", 0, 0), "sign": Site("2", "relu", 0, 0)}
+    held = {sites["sign"]: Treatment(Method.MASK, 1)}
+    codes = replace(plain_policy(), by_site=held | {sites["again"]: Treatment(Method.ROTATED, 4)})
+    again = replace(plain_policy(), by_site=held | {sites["again"]: RECOMPUTE})
+    found, capture = [], Capture(model, PlainStore())
+    for step, policy in enumerate((again, again, codes, again)):
+        with capture.step(policy, 0, step, batch=batch):
+            loss = model(batch).square().mean()
+        found.append({each.site: each.treatment.method for each in capture.sites()})
+        loss.backward()
+    signs = [each[sites["sign"]] for each in found]
+    assert signs == [Method.MASK, Method.RECOMPUTE, Method.MASK, Method.RECOMPUTE]
+    assert found[2][sites["again"]] is Method.ROTATED
+
+
+def test_a_tensor_that_is_small_beside_the_others_is_kept() -> None:
+    """Where all is computed again that can be: looking it up would take longer than it is worth."""
+
+    def loss(model: nn.Module, others: int) -> Tensor:
+        large = model[0](torch.ones(512, 64))
+        for _ in range(others):
+            large = F.gelu(large)
+        return model[1](F.silu(model[0](torch.ones(8, 64)))).sum() + large.sum()
+
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 4))
+    for others, method in ((1, Method.RECOMPUTE), (40, Method.KEEP)):
+        assert check(model, partial(loss, others=others))["1:linear#0[0]"] is method
 
 
 @pytest.mark.parametrize("kind", [nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.ELU, nn.Hardswish])
@@ -93,73 +172,6 @@ def test_known_statistics_give_batch_norms_bits(affine: bool, layout: torch.memo
         again = normalised(x, gamma, beta, mean, deviation)
         assert torch.equal(again, y)
         assert again.stride() == y.stride()
-        room = torch.full_like(y, torch.nan)
-        assert normalised(x, gamma, beta, mean, deviation, out=room) is room
-        assert torch.equal(room, y)
-
-
-A = torch.ops.aten
-INTO = {
-    A.add.Tensor: lambda x: (x, x.flip(0)),
-    A.mul.Tensor: lambda x: (x, x.flip(0)),
-    A.clamp_min.default: lambda x: (x, 0.1),
-    A.pow.Tensor_Scalar: lambda x: (x, 2.0),
-    A.cat.default: lambda x: ([x, x.flip(0)], 1),
-    A.gelu.default: lambda x: (x,),
-    A.silu.default: lambda x: (x,),
-    A._softmax.default: lambda x: (x, 1, False),
-    A.avg_pool2d.default: lambda x: (x, [2, 2]),
-}
-
-
-@pytest.mark.parametrize("function", INTO, ids=str)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_what_writes_into_room_writes_the_same_bits(function: Any, layout: Any) -> None:
-    x = torch.randn(4, 6, 8, 10, generator=torch.Generator().manual_seed(0))
-    given = INTO[function](x.contiguous(memory_format=layout))
-    expected, writer = function(*given), into(function)
-    assert writer is not None
-    room = torch.full_like(expected, torch.nan)
-    assert writer(*given, out=room) is room
-    assert torch.equal(room, expected)
-    assert room.stride() == expected.stride()
-
-
-def test_what_would_only_copy_into_room_is_left_alone() -> None:
-    assert into(A.native_layer_norm.default) is None
-    assert into(A.relu.default) is None
-
-
-def test_what_is_computed_again_lies_in_memory_that_is_used_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A block that is paged in anew takes longer than a normalisation: where nobody recycles it."""
-    monkeypatch.setattr("daf.capture.compress.unsupported_reason", lambda: "another system")
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()),
-        *(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU()),
-        nn.Conv2d(16, 8, 3),
-    )
-    batch, ours = torch.randn(16, 3, 48, 48), daf.compress(model, bits="exact")
-    scratch, found = ours._capture._state.scratch, []
-    restore = recipe.Recomputed.restore
-
-    def noting(self: recipe.Recomputed, given: Scratch) -> Tensor:
-        made = restore(self, given)
-        blocks = [each.data_ptr() for each in scratch._blocks]
-        found.append((made.nbytes, given is scratch, made.data_ptr() in blocks, len(blocks)))
-        return made
-
-    monkeypatch.setattr(recipe.Recomputed, "restore", noting)
-    for _ in range(2):
-        with ours:
-            loss = model(batch).square().mean()
-        loss.backward()
-    assert len(found) == 4  # two convolutions' inputs, twice
-    assert min(nbytes for nbytes, *_ in found) >= SMALLEST_BLOCK_BYTES
-    assert all(of_ours and is_in_block for _, of_ours, is_in_block, _ in found)
-    assert max(blocks for *_, blocks in found) == 1
 
 
 def test_running_statistics_advance_once() -> None:

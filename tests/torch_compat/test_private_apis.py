@@ -20,7 +20,6 @@ FUNCTIONS = {
     "torch._C.DisableTorchFunction",
     "torch._C.DispatchKey.AutocastCPU",
     "torch._C.DispatchKey.AutocastCUDA",
-    "torch._C.DispatchKey.CPU",
     "torch._C.DispatchKeySet",
     "torch._C._AutoDispatchBelowAutograd",
     "torch._C._DisableTorchDispatch",

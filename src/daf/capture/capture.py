@@ -95,6 +95,7 @@ class Capture:
             Scratch(),
             ParameterReads(),
             {},
+            {},
         )
 
     @contextmanager

@@ -31,6 +31,8 @@ from daf.torch_compat.pytree import tensors_in_batch
 
 _OUTSIDE_CALL = Call(None, (), {}, None, None)
 _CUSTOM = "autograd.Function"
+# Of what plain PyTorch has saved so far. A smaller tensor's bytes are not worth looking it up.
+_LEAST_SHARE = 0.001
 _NOISY = ("dropout", "attention", "lstm", "gru", "rnn")
 
 
@@ -224,11 +226,12 @@ class SavedTensorHooks:
         treatment = self._policy.treatment(need, record.site)
         if not is_treatable(tensor):
             return self._state.packer.keep(tensor, saved.version, site, sources), KEEP
-        if treatment == (KEEP if self._policy.recomputes else RECOMPUTE):
-            again = self._recipes and self._recipes.recomputed(tensor, saved.version, site)
+        recipes = self._recipes
+        if self._is_recomputed(treatment, tensor) or self._is_read_beside(need, site, tensor):
+            again = recipes and recipes.recomputed(tensor, saved.version, need, site)
             if again:
                 return again, RECOMPUTE
-            treatment = KEEP
+            treatment = KEEP if treatment == RECOMPUTE else treatment
         key = record.code_key(self.key)
         weight, tag = self._policy.weight(site), record.name_hash
         source, rederive = sources[0], self._policy.rederive
@@ -236,9 +239,24 @@ class SavedTensorHooks:
             saved, tensor, need, treatment, source, call, site, key, weight, tag, rederive
         )
         held, treated = self._state.packer.treat(job)
-        if self._recipes is not None and treated == EXACT_CODES.get(need):
-            self._recipes.note_code(tensor, held)
+        if recipes and need is Need.SIGN:
+            recipes.note_sign(tensor, site)
+        elif recipes and treated == EXACT_CODES.get(need):
+            recipes.note_code(tensor, held)
         return held, treated
+
+    def _is_recomputed(self, treatment: Treatment, tensor: Tensor) -> bool:
+        if not self._policy.recomputes:
+            return treatment == RECOMPUTE
+        least_bytes = _LEAST_SHARE * self._state.ledger.plain_peak_bytes
+        return treatment == KEEP and tensor.nbytes > least_bytes
+
+    def _is_read_beside(self, need: Need, site: Site, tensor: Tensor) -> bool:
+        """True if signs are read of what is computed again for another reader of the tensor."""
+        reader = self._state.sign_readers.get(site) if need is Need.SIGN else None
+        if reader is None or self.watcher is not None:
+            return False
+        return self._is_recomputed(self._policy.treatment(*reader), tensor)
 
     def is_constant(self, tensor: Tensor) -> bool:
         """True if this is a parameter, a buffer, the caller's, or a view or cast copy of one."""

@@ -15,21 +15,20 @@ from daf.codecs.layout import Layout
 from daf.torch_compat.autograd_graph import storage_holders
 
 SMALLEST_BLOCK_BYTES = 1 << 20  # the system allocator itself keeps and reuses smaller ones
-MOST_BLOCKS = 2  # a sum that is computed again has two terms
 
 
 class Scratch:
-    """A source of tensors on recycled memory: it keeps two blocks, the last that were needed."""
+    """A source of tensors on recycled memory: it keeps one block, the last that was needed."""
 
     def __init__(self) -> None:
-        self._blocks: list[torch.UntypedStorage] = []  # the last needed behind
-        self._lock = threading.Lock()  # several threads may run backward; one takes an idle block
+        self._block: torch.UntypedStorage | None = None
+        self._lock = threading.Lock()  # several threads may run backward; one takes the idle block
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the kept blocks, in use or not."""
-        with self._lock:
-            return sum(block.nbytes() for block in self._blocks)
+        """Bytes of the kept block, in use or not."""
+        block = self._block  # another thread may drop it
+        return 0 if block is None else block.nbytes()
 
     def empty(self, layout: Layout) -> Tensor:
         """Return a dense tensor of this geometry, content undefined."""
@@ -39,23 +38,15 @@ class Scratch:
             return layout.empty()
         tensor = torch.empty(0, dtype=layout.dtype)
         with self._lock:
-            return tensor.set_(self._idle(nbytes), 0, layout.shape, layout.stride)
-
-    def _idle(self, nbytes: int) -> torch.UntypedStorage:
-        fitting = [each for each in self._blocks if each.nbytes() >= nbytes and _is_idle(each)]
-        if not fitting:
-            # Idle memory is freed before more is asked for.
-            used = [each for each in self._blocks if not _is_idle(each)]
-            self._blocks = used[1 - MOST_BLOCKS :]
-            del used
-            fitting = [torch.UntypedStorage(nbytes)]  # type: ignore[no-untyped-call]
-            self._blocks += fitting
-        return min(fitting, key=torch.UntypedStorage.nbytes)
+            if self._block is None or self._block.nbytes() < nbytes or not _is_idle(self._block):
+                self._block = None  # idle memory is freed before more is asked for
+                self._block = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+            return tensor.set_(self._block, 0, layout.shape, layout.stride)
 
     def release(self) -> None:
-        """Drop the blocks, from any thread; one in use lives on with its tensors."""
+        """Drop the block, from any thread; one in use lives on with its tensors."""
         with self._lock:
-            self._blocks = []
+            self._block = None
 
 
 def _is_idle(block: torch.UntypedStorage) -> bool:

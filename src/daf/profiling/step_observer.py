@@ -269,7 +269,7 @@ class Observer:
         return observation.ObservedRecipe(
             {number: each.nbytes for number, each in leaves.items()},
             sum(each.value.nbytes for each in copies),
-            max(0, held.alive_bytes - result_bytes),
+            max(0, held.step.alive_bytes - result_bytes),
         )
 
     def _time(

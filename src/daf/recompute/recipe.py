@@ -12,6 +12,7 @@ import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,12 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
-from daf.core.policy import SMALL_BYTES, Site
+from daf.core.policy import SMALL_BYTES, Need, Site
 from daf.recompute.fingerprint import Fingerprint
-from daf.recompute.values import Geometry, Operand, Operation, Value, ValueRecorder, in_place, into
+from daf.recompute.values import Geometry, Operand, Operation, Value, ValueRecorder, in_place
 from daf.saved_tensors.ledger import Holding, Ledger, Source
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor
 from daf.saved_tensors.packer import kept_holding
@@ -40,7 +40,8 @@ MOST_WORK = 11.0
 NEAR = 8
 # Constants up to this are copied: parameters of normalisations may change before backward.
 MOST_COPIED_BYTES = 1 << 16
-CPU = torch.device("cpu")
+# Elements compared: recipes draw nothing, so that what differs does so nearly everywhere.
+MOST_SAMPLED = 512
 _CONCATENATE = torch.ops.aten.cat.default
 
 
@@ -112,33 +113,33 @@ class _Step:
 
     operation: Operation
     inputs: Any
+    reads: tuple[Node, ...]  # those inputs' nodes
     output: int
     geometry: Geometry
     yields: list[weakref.ref[Recomputed]] = field(default_factory=list)  # what is its result
+    alive_bytes: int = 0  # beside leaves, when most are
+
+    def __post_init__(self) -> None:
+        read = dict.fromkeys(self.reads)
+        alive = (
+            each.alive_bytes if isinstance(each, _Step) else _made_bytes(each) for each in read
+        )
+        self.alive_bytes = max([sum(map(_made_bytes, (self, *read))), *alive])
 
     def compute(self, results: _Results) -> Tensor:
         """Return the result, of the geometry that it had; ``results``: those of shared steps."""
         if self in results.known:
             return results.known[self]
         arguments, keywords = map_nest(_Input, results.of, self.inputs)
-        made = self._function(results)(*arguments, **keywords)
+        in_its_place = in_place(self.operation.function) if self._may_overwrite(results) else None
+        made = (in_its_place or self.operation.function)(*arguments, **keywords)
         found: Tensor = made[self.output] if isinstance(made, (tuple, list)) else made
         if Geometry.of(found) != self.geometry:
             raise SavedTensorError(f"{self.operation.function} gave {Geometry.of(found)} this time")
-        is_kept = [other.keep(found) for other in results.others(self)]
+        is_kept = [other.keep(found, results.of_saved) for other in results.others(self)]
         if any(is_kept) or results.readers[self] > 1:
             results.known[self] = found
         return found
-
-    def _function(self, results: _Results) -> Callable[..., Any]:
-        """Return what runs: over the first argument, into recycled memory, or the operation."""
-        function = self.operation.function
-        if self._may_overwrite(results) and (found := in_place(function)):
-            return found  # type: ignore[no-any-return]
-        if results.scratch is not None and not self.output and (found := into(function)):
-            shape, stride, _, dtype = self.geometry
-            return partial(found, out=results.scratch.empty(Layout(shape, stride, dtype, CPU)))
-        return function
 
     def _may_overwrite(self, results: _Results) -> bool:
         """True if the first argument is a result that nothing else reads, like this one."""
@@ -158,7 +159,6 @@ class _Results:
 
     readers: Counter[Node]
     of_saved: Recomputed | None = None
-    scratch: Scratch | None = None  # None: operations allocate themselves
     known: dict[_Step, Tensor] = field(default_factory=dict)
 
     def of(self, read: _Input) -> Tensor:
@@ -177,43 +177,42 @@ class Recomputed(PackedTensor):
     __slots__ = (
         "_fingerprint",
         "_geometry",
-        "_is_on_cpu",
         "_ledger",
         "_made",
         "_place",
         "_readers",
         "_site",
-        "alive_bytes",
         "step",
     )
 
-    def __init__(self, made: _Step, tensor: Tensor, site: Site, ledger: Ledger) -> None:
+    def __init__(
+        self, made: _Step, readers: Counter[Node], tensor: Tensor, site: Site, ledger: Ledger
+    ) -> None:
         super().__init__()
         self.step = made
-        self._geometry, self._is_on_cpu = Geometry.of(tensor), tensor.is_cpu
+        self._geometry = Geometry.of(tensor)
         self._made: tuple[Tensor, Holding] | None = None  # by another's run, for the next reading
-        self._readers = Counter(_read_in(made))
-        self.alive_bytes = _alive_bytes(made)  # beside leaves, when most are
+        self._readers = readers
         self._site = site
         self._ledger = ledger
         self._place = zlib.crc32(str(site).encode())
-        self._fingerprint = Fingerprint.sampled(tensor, self._place)
+        self._fingerprint = Fingerprint.sampled(tensor, self._place, MOST_SAMPLED)
 
     @property
     def leaves(self) -> list[Leaf]:
         """What it is computed from."""
         return [each for each in self._readers if isinstance(each, Leaf)]
 
-    def restore(self, scratch: Scratch) -> Tensor:
+    def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002 - operations allocate themselves
         """Return the tensor; SavedTensorError if it is not the one saved."""
         if self._made is not None:
             (made, _), self._made = self._made, None
-            found = self._geometry.within(made)
-        else:
-            alive = Holding(self._ledger, self.alive_bytes)
-            found = self.compute(self, scratch)
-            del alive
-        if bool(Fingerprint.sampled(found, self._place).differs(self._fingerprint)):
+            return self._geometry.within(made)  # the other compares what it made of this
+        alive = Holding(self._ledger, self.step.alive_bytes)
+        found = self.compute(self)
+        del alive
+        again = Fingerprint.sampled(found, self._place, MOST_SAMPLED)
+        if bool(again.differs(self._fingerprint)):
             raise SavedTensorError(
                 f"the tensor saved at {self._site} was computed again for backward, and is not "
                 "what forward computed: an operation did something else the second time; train "
@@ -222,17 +221,25 @@ class Recomputed(PackedTensor):
         return found
 
     @below_autograd()
-    def compute(self, of_saved: Recomputed | None = None, scratch: Scratch | None = None) -> Tensor:
-        """Run the recipe, whatever modes are in force; arguments are as ``_Results`` has them."""
-        results = _Results(self._readers, of_saved, scratch if self._is_on_cpu else None)
-        return self._geometry.within(self.step.compute(results))
+    def compute(self, of_saved: Recomputed | None = None) -> Tensor:
+        """Run the recipe, whatever modes are in force; ``of_saved`` is as ``_Results`` has it."""
+        return self._geometry.within(self.step.compute(_Results(self._readers, of_saved)))
 
-    def keep(self, made: Tensor) -> bool:
+    def keep(self, made: Tensor, by: Recomputed | None) -> bool:
         """Hold what another's run made until this is read; False if that would be a new peak."""
-        fits = self._ledger.held_bytes + made.nbytes <= self._ledger.held_peak_bytes
+        more = 0 if by and by.step is self.step else made.nbytes  # while it runs a result is held
+        fits = self._ledger.held_bytes + more <= self._ledger.held_peak_bytes
         if fits:
             self._made = made, Holding(self._ledger, made.nbytes)
         return fits
+
+    def twin(self, tensor: Tensor, site: Site) -> Recomputed | None:
+        """Return what computes it again for another site that saved it, too; None: not this."""
+        if Geometry.of(tensor) != self._geometry:
+            return None
+        found = copy(self)
+        found._made, found._site = None, site
+        return found
 
 
 def _read_in(node: Node) -> Iterator[Node]:
@@ -243,25 +250,13 @@ def _read_in(node: Node) -> Iterator[Node]:
         yield each
         if isinstance(each, _Step) and each not in seen:
             seen.add(each)
-            todo += _nodes_of(each)
-
-
-def _alive_bytes(node: Node) -> int:
-    """Return the bytes alive beside leaves when most are: a step's results and what it reads."""
-    read = dict.fromkeys(_nodes_of(node)) if isinstance(node, _Step) else ()
-    return max([sum(map(_made_bytes, (node, *read))), *map(_alive_bytes, read)])
+            todo += each.reads
 
 
 def _made_bytes(node: Node) -> int:
     if isinstance(node, _Step):
         return node.operation.made_bytes
     return node.value.nbytes if isinstance(node, CodedLeaf) else 0
-
-
-def _nodes_of(step: _Step) -> list[Node]:
-    found: list[Node] = []
-    map_nest(_Input, lambda each: found.append(each.of), step.inputs)
-    return found
 
 
 @dataclass(eq=False)
@@ -279,17 +274,33 @@ class RecipeMaker:
     def __post_init__(self) -> None:
         self._last: deque[tuple[Value, weakref.ref[Recomputed]]] = deque(maxlen=NEAR)
         self._codes: dict[Value, weakref.ref[PackedTensor]] = {}
+        self._signs: dict[Value, Site] = {}
 
     @below_autograd()  # what is done here is not the program's, and not recorded
-    def recomputed(self, tensor: Tensor, version: int, site: Site) -> Recomputed | None:
+    def recomputed(self, tensor: Tensor, version: int, need: Need, site: Site) -> Recomputed | None:
         """Return what computes a saved tensor again; None: that does not pay, or differs."""
         if tensor._version != version or _is_kept(self._state.sources.of(tensor)):
             return None
         value = self._recorder.value_of(tensor)
-        found = _Search(self, MOST_WORK * value.nbytes).step(value)
+        near = self.near(value)
+        search = _Search(self, MOST_WORK * value.nbytes)
+        made = (near and near.twin(tensor, site)) or self._found(search, value, tensor, site)
+        if made is None or not self._shares:
+            return made
+        made.step.yields.append(weakref.ref(made))
+        self._last.append((value, made.step.yields[-1]))
+        for each in (value, *(e for e, node in search.known.items() if isinstance(node, _Step))):
+            if each in self._signs:
+                self._state.sign_readers[self._signs[each]] = need, site
+        return made
+
+    def _found(
+        self, search: _Search, value: Value, tensor: Tensor, site: Site
+    ) -> Recomputed | None:
+        found = search.step(value)
         if found is None:
             return None
-        nodes = dict.fromkeys(_read_in(found))
+        nodes = Counter(_read_in(found))
         leaves = [each for each in nodes if isinstance(each, Leaf)]
         more = {e.source for e in leaves if e.source is not None and not _is_kept(e.source)}
         # A concatenation's parts serve the next one too.
@@ -300,19 +311,18 @@ class RecipeMaker:
             each.hold()
             if each.source is None and each.holding is None:
                 self._state.parameter_reads.note(each.tensor, each)
-        made = Recomputed(found, tensor, site, self._state.ledger)
+        made = Recomputed(found, nodes, tensor, site, self._state.ledger)
         form = tuple(each.operation.function for each in nodes if isinstance(each, _Step))
-        if not self._repeats(made, (site, form), tensor):
-            return None
-        if self._shares:
-            found.yields.append(weakref.ref(made))
-            self._last.append((value, found.yields[-1]))
-        return made
+        return made if self._repeats(made, (site, form), tensor) else None
 
     def note_code(self, tensor: Tensor, code: PackedTensor) -> None:
         """Note what holds every bit of a saved tensor: recipes may start from it."""
         if tensor.nbytes == tensor.untyped_storage().nbytes():
             self._codes[self._recorder.value_of(tensor)] = weakref.ref(code)
+
+    def note_sign(self, tensor: Tensor, site: Site) -> None:
+        """Note where signs alone are read: next time of what recipes make, if one makes it."""
+        self._signs[self._recorder.value_of(tensor)] = site
 
     def coded(self, value: Value) -> CodedLeaf | None:
         """Return the code that is held of a value; None: none is."""
@@ -320,17 +330,17 @@ class RecipeMaker:
         code = reference() if reference is not None else None
         return None if code is None else CodedLeaf(value, code, self._state.scratch)
 
-    def near(self, value: Value) -> _Step | None:
-        """Return the step that makes a value for another saved tensor, one of the last few."""
+    def near(self, value: Value) -> Recomputed | None:
+        """Return what makes a value for another saved tensor, one of the last few."""
         found = (reference() for other, reference in self._last if other is value)
-        return next((each.step for each in found if each is not None), None)
+        return next((each for each in found if each is not None), None)
 
     def _repeats(self, made: Recomputed, key: Any, tensor: Tensor) -> bool:
         """True if the recipe gives the saved tensor's bits, which is tried once a site and form."""
         proven = self._state.proven_recipes
         if key not in proven:
             try:
-                again = Fingerprint.whole(made.compute(scratch=self._state.scratch))
+                again = Fingerprint.whole(made.compute())
                 proven[key] = not bool(again.differs(Fingerprint.whole(tensor)))
             except (SavedTensorError, RuntimeError):  # another geometry, or types that do not mix
                 proven[key] = False
@@ -357,7 +367,7 @@ class _Search:
         self._maker = maker
         self._most_work = most_work
         self._work_bytes = 0
-        self._known: dict[Value, Node] = {}
+        self.known: dict[Value, Node] = {}
 
     def step(self, value: Value) -> _Step | None:
         """Return how the value's own operation makes it again, cheaply; or None."""
@@ -366,24 +376,26 @@ class _Search:
             return None
         before = self._work_bytes
         near = self._maker.near(value)
-        steps = set(_read_in(near)) if near else ()
+        steps = set(_read_in(near.step)) if near else ()
         made = [each.operation for each in steps if isinstance(each, _Step)] or [operation]
         self._work_bytes += sum(each.made_bytes for each in made)
         try:
             if self._work_bytes > self._most_work:
                 raise _UnavailableError
             if near is not None:
-                return near
-            inputs = map_nest(Operand, self._input, operation.nest)
+                return near.step
+            reads: list[Node] = []
+            inputs = map_nest(Operand, partial(self._input, reads), operation.nest)
         except _UnavailableError:
             self._work_bytes = before
             return None
-        return _Step(operation, inputs, value.output, geometry)
+        return _Step(operation, inputs, tuple(reads), value.output, geometry)
 
-    def _input(self, operand: Operand) -> _Input:
-        if operand.value not in self._known:
-            self._known[operand.value] = self._node(operand)
-        return _Input(self._known[operand.value], operand.geometry)
+    def _input(self, reads: list[Node], operand: Operand) -> _Input:
+        if operand.value not in self.known:
+            self.known[operand.value] = self._node(operand)
+        reads.append(self.known[operand.value])
+        return _Input(reads[-1], operand.geometry)
 
     def _node(self, operand: Operand) -> Node:
         leaf = self._maker.leaf(operand)

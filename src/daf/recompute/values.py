@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from daf.codecs.layout import is_dense
 from daf.torch_compat.autograd_graph import StorageReference, bytes_of, is_strided
-from daf.torch_compat.operator_mode import DispatchMode, runs_on_cpu_itself
+from daf.torch_compat.operator_mode import DispatchMode
 from daf.torch_compat.pytree import map_nest, tensors_in_batch
 
 
@@ -124,8 +124,9 @@ class ValueRecorder(DispatchMode):
         known = self._values.get(value.address)
         return known is not None and known[1] is value
 
-    def operand(self, tensor: Tensor) -> Operand:
-        """Return the operand that a strided tensor is now."""
+    def _operand(self, tensor: Tensor) -> Operand:
+        if not _is_plain(tensor):
+            raise _UnusualError
         return Operand(self.value_of(tensor), Geometry.of(tensor), weakref.ref(tensor))
 
     def _put(self, storage: torch.UntypedStorage, value: Value) -> Value:
@@ -137,30 +138,29 @@ class ValueRecorder(DispatchMode):
         maker = _maker(function)
         if maker is _VIEW:
             return
-        results = tensors_in_batch(result)
-        if maker is None or not all(map(_is_plain, tensors_in_batch((arguments, keywords)))):
-            for each in (*results, *_written(function, arguments, keywords)):
+        made = result if isinstance(result, (tuple, list)) else (result,)
+        nest: Any = (arguments, keywords)
+        if function is _BATCH_NORM and arguments[5]:
+            # Its statistics, which backward keeps, are not made again: running ones would be
+            # updated once more.
+            maker, nest, made = normalised, ((*arguments[:3], *made[1:]), {}), made[:1]
+        operands = None if maker is None else self._operands(nest)
+        if maker is None or operands is None:
+            for each in (*tensors_in_batch(result), *_written(function, arguments, keywords)):
                 if is_strided(each):
                     self._values.pop(each.untyped_storage()._cdata, None)
             return
-        if function is _BATCH_NORM and arguments[5]:
-            self._note_normalised(arguments, result)
-            return
-        operands: Any = map_nest(Tensor, self.operand, (arguments, keywords))
-        operation = Operation(maker, operands, sum(map(bytes_of, results)))
-        for place, each in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
+        operation = Operation(maker, operands, sum(map(bytes_of, tensors_in_batch(made))))
+        for place, each in enumerate(made):
             if isinstance(each, Tensor) and is_strided(each):
                 self._note_result(operation, place, each)
 
-    def _note_normalised(self, arguments: Any, result: Sequence[Tensor]) -> None:
-        """Note a batch normalisation's result as made from its statistics, which backward keeps.
-
-        These are not made again: running statistics would be updated once more.
-        """
-        y, *statistics = result
-        nest: Any = ((*arguments[:3], *statistics), {})
-        operation = Operation(normalised, map_nest(Tensor, self.operand, nest), y.nbytes)
-        self._note_result(operation, 0, y)
+    def _operands(self, nest: Any) -> Any:
+        """Return the nest with operands for tensors; None if one of them is no plain tensor."""
+        try:
+            return map_nest(Tensor, self._operand, nest)
+        except _UnusualError:
+            return None
 
     def _note_result(self, operation: Operation, place: int, result: Tensor) -> None:
         storage = result.untyped_storage()
@@ -175,16 +175,10 @@ def _unknown(storage: torch.UntypedStorage) -> Value:
 
 
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
-_BATCH_NORM_INTO: Any = torch.ops.aten.native_batch_norm.out
 
 
 def normalised(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mean: Tensor,
-    inverse_deviation: Tensor,
-    out: Tensor | None = None,
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, mean: Tensor, inverse_deviation: Tensor
 ) -> Tensor:
     """Return what ``native_batch_norm`` in training makes of ``x``, whose statistics are known.
 
@@ -194,12 +188,11 @@ def normalised(
     """
     scale = inverse_deviation if gamma is None else inverse_deviation * gamma
     variance = torch.ones_like(scale)
-    given = (x, scale, beta, mean, variance, False, 0.0, 0.0)
-    if out is None:
-        return torch.native_batch_norm(*given)[0]
-    none = scale.new_empty(0)
-    _BATCH_NORM_INTO(*given, out=out, save_mean=none, save_invstd=none)
-    return out
+    return torch.native_batch_norm(x, scale, beta, mean, variance, False, 0.0, 0.0)[0]
+
+
+class _UnusualError(Exception):
+    """An argument is no plain tensor."""
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -266,24 +259,6 @@ def in_place(function: Any) -> Any | None:
     """Return the overload that writes an operation's result over its first argument, or None."""
     schema = getattr(function, "_schema", None)
     return None if schema is None else _twin(function, schema.name.partition("::")[2] + "_")
-
-
-@lru_cache(maxsize=4096)
-def into(function: Any) -> Any | None:
-    """Return what writes an operation's one result into ``out`` itself, on a processor, or None."""
-    if function is normalised:
-        return function
-    own = _named_types(function)
-    packet = getattr(torch.ops.aten, function._schema.name.partition("::")[2])
-    for found in (getattr(packet, name) for name in packet.overloads()):
-        *given, last = _named_types(found) or [("", "")]
-        if given == own and last[0] == "out" and runs_on_cpu_itself(found):
-            return found
-    return None
-
-
-def _named_types(function: Any) -> list[tuple[str, str]]:
-    return [(each.name, str(each.type)) for each in function._schema.arguments]
 
 
 def _twin(function: Any, name: str) -> Any | None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from daf.codecs.coder import Coder
 from daf.codecs.scratch import Scratch
+from daf.core.policy import Need, Site
 from daf.pool.device_pool import DevicePagedStore, DeviceStores
 from daf.pool.store import Store
 from daf.saved_tensors.ledger import Ledger, Sources
@@ -70,3 +71,4 @@ class SavedTensorState(NamedTuple):
     scratch: Scratch
     parameter_reads: ParameterReads
     proven_recipes: dict[Hashable, bool]  # by site and operations: whether they repeat themselves
+    sign_readers: dict[Site, tuple[Need, Site]]  # who else saved it, where that is computed again

@@ -47,11 +47,6 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-def runs_on_cpu_itself(operator: Any) -> bool:
-    """True if an aten overload has a kernel of the processor's, not one made of other operators."""
-    return bool(operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU))
-
-
 def take_modes() -> list[Any]:
     """Pop all modes; returns them, the lowest first."""
     taken = []

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,8 @@ def map_nest(kind: type[Leaf], change: Callable[[Leaf], Any], nest: Any) -> Any:
     if type(nest) in _ATOMS:
         return nest
     if isinstance(nest, (tuple, list)):
-        items = [map_nest(kind, change, item) for item in nest]
+        left = () if kind in _ATOMS else _ATOMS
+        items = [each if type(each) in left else map_nest(kind, change, each) for each in nest]
         if _same(items, nest):
             return nest
         return nest._make(items) if hasattr(nest, "_make") else type(nest)(items)
@@ -43,7 +45,7 @@ def map_nest(kind: type[Leaf], change: Callable[[Leaf], Any], nest: Any) -> Any:
 
 
 def _same(first: Any, second: Any) -> bool:
-    return all(one is other for one, other in zip(first, second, strict=True))
+    return all(map(is_, first, second))
 
 
 def _like_mapping(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
@@ -59,6 +61,8 @@ def _like_mapping(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
 
 def tensors_in_batch(batch: Any) -> list[Tensor]:
     """Return every tensor in a nest, in order."""
+    if isinstance(batch, Tensor):
+        return [batch]
     if _is_flat(batch):
         return [*batch]
     found: list[Tensor] = []
