@@ -136,7 +136,7 @@ class _Step:
         found: Tensor = made[self.output] if isinstance(made, (tuple, list)) else made
         if Geometry.of(found) != self.geometry:
             raise SavedTensorError(f"{self.operation.function} gave {Geometry.of(found)} this time")
-        is_kept = [other.keep(found, results.of_saved) for other in results.others(self)]
+        is_kept = [other.keep(found) for other in results.others(self)]
         if any(is_kept) or results.readers[self] > 1:
             results.known[self] = found
         return found
@@ -166,9 +166,9 @@ class _Results:
         return read.geometry.within(read.of.compute(self))
 
     def others(self, step: _Step) -> Iterator[Recomputed]:
-        """Yield the saved tensors, not yet read, that a step's result is beside this run's own."""
-        found = (each() for each in step.yields) if self.of_saved is not None else ()
-        yield from (each for each in found if each is not None and each is not self.of_saved)
+        """Yield the saved tensors, not yet read, that the result of a step on the way is."""
+        if self.of_saved is not None and step is not self.of_saved.step:
+            yield from filter(None, (each() for each in step.yields))
 
 
 class Recomputed(PackedTensor):
@@ -210,9 +210,11 @@ class Recomputed(PackedTensor):
             return self._geometry.within(made)  # the other compares what it made of this
         alive = Holding(self._ledger, self.step.alive_bytes)
         found = self.compute(self)
-        del alive
-        again = Fingerprint.sampled(found, self._place, MOST_SAMPLED)
-        if bool(again.differs(self._fingerprint)):
+        del alive  # what others that saved the result keep of it is no more
+        for other in (each() for each in self.step.yields):
+            if other is not None and other is not self:
+                other.keep(found)
+        if bool(self._fingerprint.differs(Fingerprint.sampled(found, self._place, MOST_SAMPLED))):
             raise SavedTensorError(
                 f"the tensor saved at {self._site} was computed again for backward, and is not "
                 "what forward computed: an operation did something else the second time; train "
@@ -225,10 +227,9 @@ class Recomputed(PackedTensor):
         """Run the recipe, whatever modes are in force; ``of_saved`` is as ``_Results`` has it."""
         return self._geometry.within(self.step.compute(_Results(self._readers, of_saved)))
 
-    def keep(self, made: Tensor, by: Recomputed | None) -> bool:
+    def keep(self, made: Tensor) -> bool:
         """Hold what another's run made until this is read; False if that would be a new peak."""
-        more = 0 if by and by.step is self.step else made.nbytes  # while it runs a result is held
-        fits = self._ledger.held_bytes + more <= self._ledger.held_peak_bytes
+        fits = self._ledger.held_bytes + made.nbytes <= self._ledger.held_peak_bytes
         if fits:
             self._made = made, Holding(self._ledger, made.nbytes)
         return fits
@@ -284,7 +285,7 @@ class RecipeMaker:
         value = self._recorder.value_of(tensor)
         near = self.near(value)
         search = _Search(self, MOST_WORK * value.nbytes)
-        made = (near and near.twin(tensor, site)) or self._found(search, value, tensor, site)
+        made = (near and near.twin(tensor, site)) or self._new(search, value, tensor, site)
         if made is None or not self._shares:
             return made
         made.step.yields.append(weakref.ref(made))
@@ -294,9 +295,7 @@ class RecipeMaker:
                 self._state.sign_readers[self._signs[each]] = need, site
         return made
 
-    def _found(
-        self, search: _Search, value: Value, tensor: Tensor, site: Site
-    ) -> Recomputed | None:
+    def _new(self, search: _Search, value: Value, tensor: Tensor, site: Site) -> Recomputed | None:
         found = search.step(value)
         if found is None:
             return None
