@@ -65,8 +65,12 @@ class Passes:
         return {"ms": 1000.0 * (time.perf_counter() - start_s), "forward_ms": forward_ms}
 
     def _gradient(self, path: Path) -> dict[str, Any]:
-        """Write a pass's gradient; of exact passes return what was held and computed again."""
-        self._timed(self._ours or nullcontext())
+        """Write a pass's gradient; of exact passes return what was held and computed again.
+
+        It is the second pass: the first one proves recipes and learns what several readers share.
+        """
+        for _ in range(2):
+            self._timed(self._ours or nullcontext())
         write_gradient(self._work.model, path)
         if self._ours is None:
             return {}

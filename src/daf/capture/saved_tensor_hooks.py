@@ -31,8 +31,9 @@ from daf.torch_compat.pytree import tensors_in_batch
 
 _OUTSIDE_CALL = Call(None, (), {}, None, None)
 _CUSTOM = "autograd.Function"
-# Of what plain PyTorch has saved so far. A smaller tensor's bytes are not worth looking it up.
-_LEAST_SHARE = 0.001
+# Shares of what plain PyTorch has saved so far: a smaller tensor's bytes are not worth looking it
+# up; so many of them, together, are.
+_LEAST, _MOST_LEFT = 0.001, 0.03
 _NOISY = ("dropout", "attention", "lstm", "gru", "rnn")
 
 
@@ -78,6 +79,7 @@ class SavedTensorHooks:
         self._recipes: RecipeMaker | None = None
         if self.recorder is not None:
             self._recipes = RecipeMaker(self.recorder, state, self.is_constant, watcher is None)
+        self._left_bytes = 0
         self._pending: list[SavedTensor] | None = None  # None: no operator is running
         self._unsettled: list[SavedTensor] = []  # of what runs or just returned
         self.hook = _weakly(self.pack)
@@ -227,7 +229,9 @@ class SavedTensorHooks:
         if not is_treatable(tensor):
             return self._state.packer.keep(tensor, saved.version, site, sources), KEEP
         recipes = self._recipes
-        if self._is_recomputed(treatment, tensor) or self._is_read_beside(need, site, tensor):
+        if recipes and need is Need.SIGN:
+            recipes.note_sign(tensor, site)
+        if self._is_recomputed(need, site, treatment, sources[0]):
             again = recipes and recipes.recomputed(tensor, saved.version, need, site)
             if again:
                 return again, RECOMPUTE
@@ -239,24 +243,24 @@ class SavedTensorHooks:
             saved, tensor, need, treatment, source, call, site, key, weight, tag, rederive
         )
         held, treated = self._state.packer.treat(job)
-        if recipes and need is Need.SIGN:
-            recipes.note_sign(tensor, site)
-        elif recipes and treated == EXACT_CODES.get(need):
+        if recipes and treated == EXACT_CODES.get(need):
             recipes.note_code(tensor, held)
         return held, treated
 
-    def _is_recomputed(self, treatment: Treatment, tensor: Tensor) -> bool:
+    def _is_recomputed(self, need: Need, site: Site, treatment: Treatment, source: Source) -> bool:
+        """True if recipes are asked for; for signs where another reader's was in the last pass."""
+        reader = self._state.sign_readers.pop(site, None) if need is Need.SIGN else None
+        if reader is not None and self.watcher is None:
+            treatment = self._policy.treatment(*reader)
         if not self._policy.recomputes:
             return treatment == RECOMPUTE
-        least_bytes = _LEAST_SHARE * self._state.ledger.plain_peak_bytes
-        return treatment == KEEP and tensor.nbytes > least_bytes
+        return treatment == KEEP and (self.watcher is not None or not self._is_left(source.nbytes))
 
-    def _is_read_beside(self, need: Need, site: Site, tensor: Tensor) -> bool:
-        """True if signs are read of what is computed again for another reader of the tensor."""
-        reader = self._state.sign_readers.get(site) if need is Need.SIGN else None
-        if reader is None or self.watcher is not None:
-            return False
-        return self._is_recomputed(self._policy.treatment(*reader), tensor)
+    def _is_left(self, nbytes: int) -> bool:
+        plain_bytes = self._state.ledger.plain_peak_bytes
+        is_small = nbytes < _LEAST * plain_bytes and self._left_bytes < _MOST_LEFT * plain_bytes
+        self._left_bytes += nbytes if is_small else 0
+        return is_small
 
     def is_constant(self, tensor: Tensor) -> bool:
         """True if this is a parameter, a buffer, the caller's, or a view or cast copy of one."""

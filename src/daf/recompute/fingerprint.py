@@ -8,7 +8,6 @@ another factor.
 from __future__ import annotations
 
 import math
-import sys
 import zlib
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -58,10 +57,10 @@ class Fingerprint(NamedTuple):
     content: int | Tensor | None
 
     @classmethod
-    def sampled(cls, tensor: Tensor, place: int, most: int = sys.maxsize) -> Fingerprint:
-        """Return a fingerprint of ``most`` elements; another ``place`` chooses other ones."""
+    def sampled(cls, tensor: Tensor, place: int) -> Fingerprint:
+        """Return a fingerprint of a sample; another ``place`` chooses other elements."""
         with without_torch_function():
-            return cls(Form.of(tensor), _content(tensor, place, whole=False, most=most))
+            return cls(Form.of(tensor), _content(tensor, place, whole=False))
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Fingerprint:
@@ -78,14 +77,12 @@ class Fingerprint(NamedTuple):
         return self.content != other.content
 
 
-def _content(
-    tensor: Tensor, place: int, *, whole: bool, most: int = sys.maxsize
-) -> int | Tensor | None:
+def _content(tensor: Tensor, place: int, *, whole: bool) -> int | Tensor | None:
     if not _is_readable(tensor):
         return None
     read = tensor.detach()
     if not whole and tensor.nbytes > WHOLE_BYTES:
-        read = _sample(read, place, most)
+        read = _sample(read, place)
     bits = _bits(read)
     is_large = bits.nbytes > _ADDED_BYTES
     sample = _bits(_sample(tensor.detach(), place)) if is_large else bits
@@ -126,8 +123,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return flat.view(_BITS[size]) if size in _BITS else flat.view(torch.int64)
 
 
-def _sample(tensor: Tensor, place: int, most: int = sys.maxsize) -> Tensor:
-    step, start, count = _places(tensor.numel(), tensor.shape[-1], place, most)
+def _sample(tensor: Tensor, place: int) -> Tensor:
+    step, start, count = _places(tensor.numel(), tensor.shape[-1], place)
     if is_dense(tensor):
         offset = tensor.storage_offset() + start
         return torch.as_strided(tensor, (count,), (step,), offset)
@@ -135,8 +132,8 @@ def _sample(tensor: Tensor, place: int, most: int = sys.maxsize) -> Tensor:
 
 
 @lru_cache(maxsize=4096)  # a model's shapes come again in every step
-def _places(elements: int, row: int, place: int, most: int) -> tuple[int, int, int]:
-    wanted = min(elements, most, max(_LEAST_SAMPLE, int(elements * _SAMPLED_SHARE)))
+def _places(elements: int, row: int, place: int) -> tuple[int, int, int]:
+    wanted = min(elements, max(_LEAST_SAMPLE, int(elements * _SAMPLED_SHARE)))
     step = max(1, elements // wanted)
     while step > 1 and math.gcd(step, row) > 1:
         step -= 1

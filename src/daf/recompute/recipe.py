@@ -40,8 +40,6 @@ MOST_WORK = 11.0
 NEAR = 8
 # Constants up to this are copied: parameters of normalisations may change before backward.
 MOST_COPIED_BYTES = 1 << 16
-# Elements compared: recipes draw nothing, so that what differs does so nearly everywhere.
-MOST_SAMPLED = 512
 _CONCATENATE = torch.ops.aten.cat.default
 
 
@@ -136,8 +134,7 @@ class _Step:
         found: Tensor = made[self.output] if isinstance(made, (tuple, list)) else made
         if Geometry.of(found) != self.geometry:
             raise SavedTensorError(f"{self.operation.function} gave {Geometry.of(found)} this time")
-        is_kept = [other.keep(found) for other in results.others(self)]
-        if any(is_kept) or results.readers[self] > 1:
+        if results.shares(self, found) or results.readers[self] > 1:
             results.known[self] = found
         return found
 
@@ -165,10 +162,10 @@ class _Results:
         """Return an input's tensor."""
         return read.geometry.within(read.of.compute(self))
 
-    def others(self, step: _Step) -> Iterator[Recomputed]:
-        """Yield the saved tensors, not yet read, that the result of a step on the way is."""
-        if self.of_saved is not None and step is not self.of_saved.step:
-            yield from filter(None, (each() for each in step.yields))
+    def shares(self, step: _Step, made: Tensor) -> bool:
+        """True if the result of a step on the way is held for others from now on."""
+        by = self.of_saved
+        return by is not None and step is not by.step and by.share(made, step, is_compared=False)
 
 
 class Recomputed(PackedTensor):
@@ -191,12 +188,13 @@ class Recomputed(PackedTensor):
         super().__init__()
         self.step = made
         self._geometry = Geometry.of(tensor)
-        self._made: tuple[Tensor, Holding] | None = None  # by another's run, for the next reading
+        # By another's run, for the next reading; true: that compared the same content.
+        self._made: tuple[Tensor, Holding, bool] | None = None
         self._readers = readers
         self._site = site
         self._ledger = ledger
         self._place = zlib.crc32(str(site).encode())
-        self._fingerprint = Fingerprint.sampled(tensor, self._place, MOST_SAMPLED)
+        self._fingerprint = Fingerprint.sampled(tensor, self._place)
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -205,34 +203,42 @@ class Recomputed(PackedTensor):
 
     def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002 - operations allocate themselves
         """Return the tensor; SavedTensorError if it is not the one saved."""
-        if self._made is not None:
-            (made, _), self._made = self._made, None
-            return self._geometry.within(made)  # the other compares what it made of this
-        alive = Holding(self._ledger, self.step.alive_bytes)
-        found = self.compute(self)
-        del alive  # what others that saved the result keep of it is no more
-        for other in (each() for each in self.step.yields):
-            if other is not None and other is not self:
-                other.keep(found)
-        if bool(self._fingerprint.differs(Fingerprint.sampled(found, self._place, MOST_SAMPLED))):
+        (made, _, is_compared), self._made = self._made or (None, None, False), None
+        if made is None:
+            alive = Holding(self._ledger, self.step.alive_bytes)
+            made = self.compute(self)
+            del alive
+        found = self._geometry.within(made)
+        if not is_compared:
+            self._compare(found)
+            self.share(made, self.step, is_compared=True)
+        return found
+
+    def _compare(self, found: Tensor) -> None:
+        if bool(Fingerprint.sampled(found, self._place).differs(self._fingerprint)):
             raise SavedTensorError(
                 f"the tensor saved at {self._site} was computed again for backward, and is not "
                 "what forward computed: an operation did something else the second time; train "
                 "without recomputation (policy='plain')"
             )
-        return found
 
     @below_autograd()
     def compute(self, of_saved: Recomputed | None = None) -> Tensor:
         """Run the recipe, whatever modes are in force; ``of_saved`` is as ``_Results`` has it."""
         return self._geometry.within(self.step.compute(_Results(self._readers, of_saved)))
 
-    def keep(self, made: Tensor) -> bool:
-        """Hold what another's run made until this is read; False if that would be a new peak."""
-        fits = self._ledger.held_bytes + made.nbytes <= self._ledger.held_peak_bytes
-        if fits:
-            self._made = made, Holding(self._ledger, made.nbytes)
-        return fits
+    def share(self, made: Tensor, step: _Step, *, is_compared: bool) -> bool:
+        """Hold what a step made until others that saved it are read; False: a new peak, or none."""
+        found = (each() for each in step.yields)
+        others = [e for e in found if e is not None and e is not self and e._made is None]
+        nbytes = made.untyped_storage().nbytes()
+        if not others or self._ledger.held_bytes + nbytes > self._ledger.held_peak_bytes:
+            return False
+        holding = Holding(self._ledger, nbytes)
+        for other in others:
+            is_twin = other._fingerprint is self._fingerprint
+            other._made = made, holding, is_compared and is_twin
+        return True
 
     def twin(self, tensor: Tensor, site: Site) -> Recomputed | None:
         """Return what computes it again for another site that saved it, too; None: not this."""
@@ -291,7 +297,7 @@ class RecipeMaker:
         made.step.yields.append(weakref.ref(made))
         self._last.append((value, made.step.yields[-1]))
         for each in (value, *(e for e, node in search.known.items() if isinstance(node, _Step))):
-            if each in self._signs:
+            if self._signs.get(each, site) != site:
                 self._state.sign_readers[self._signs[each]] = need, site
         return made
 

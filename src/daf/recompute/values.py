@@ -124,9 +124,8 @@ class ValueRecorder(DispatchMode):
         known = self._values.get(value.address)
         return known is not None and known[1] is value
 
-    def _operand(self, tensor: Tensor) -> Operand:
-        if not _is_plain(tensor):
-            raise _UnusualError
+    def operand(self, tensor: Tensor) -> Operand:
+        """Return the operand that a strided tensor is now."""
         return Operand(self.value_of(tensor), Geometry.of(tensor), weakref.ref(tensor))
 
     def _put(self, storage: torch.UntypedStorage, value: Value) -> Value:
@@ -144,23 +143,16 @@ class ValueRecorder(DispatchMode):
             # Its statistics, which backward keeps, are not made again: running ones would be
             # updated once more.
             maker, nest, made = normalised, ((*arguments[:3], *made[1:]), {}), made[:1]
-        operands = None if maker is None else self._operands(nest)
-        if maker is None or operands is None:
+        if maker is None or not all(map(_is_plain, tensors_in_batch(nest))):
             for each in (*tensors_in_batch(result), *_written(function, arguments, keywords)):
                 if is_strided(each):
                     self._values.pop(each.untyped_storage()._cdata, None)
             return
+        operands: Any = map_nest(Tensor, self.operand, nest)
         operation = Operation(maker, operands, sum(map(bytes_of, tensors_in_batch(made))))
         for place, each in enumerate(made):
             if isinstance(each, Tensor) and is_strided(each):
                 self._note_result(operation, place, each)
-
-    def _operands(self, nest: Any) -> Any:
-        """Return the nest with operands for tensors; None if one of them is no plain tensor."""
-        try:
-            return map_nest(Tensor, self._operand, nest)
-        except _UnusualError:
-            return None
 
     def _note_result(self, operation: Operation, place: int, result: Tensor) -> None:
         storage = result.untyped_storage()
@@ -189,10 +181,6 @@ def normalised(
     scale = inverse_deviation if gamma is None else inverse_deviation * gamma
     variance = torch.ones_like(scale)
     return torch.native_batch_norm(x, scale, beta, mean, variance, False, 0.0, 0.0)[0]
-
-
-class _UnusualError(Exception):
-    """An argument is no plain tensor."""
 
 
 def _is_plain(tensor: Tensor) -> bool:
