@@ -43,9 +43,11 @@ def test_blocks_of_one_step_serve_the_next(bits: str | int) -> None:
     before = native.statistics()
     step(model, coded)
     after = native.statistics()
-    fresh = after["fresh_bytes"] - before["fresh_bytes"]
-    asked = after["allocations"] - before["allocations"]
-    assert after["hits"] - before["hits"] > 0.9 * asked > 0
+    more = {name: after[name] - before[name] for name in after}
+    fresh, asked = more["fresh_bytes"], more["allocations"]
+    # As they were, or assembled of several.
+    assert more["hits"] + more["assembled"] >= asked - 1 > 0
+    assert more["hits"] > 0.8 * asked
     assert fresh < 2**21  # one block of 2 MB in a step that makes dozens
     del coded
     assert not native.is_installed()

@@ -33,7 +33,7 @@ _OUTSIDE_CALL = Call(None, (), {}, None, None)
 _CUSTOM = "autograd.Function"
 # Shares of what plain PyTorch has saved so far: a smaller tensor's bytes are not worth looking it
 # up; so many of them, together, are.
-_LEAST, _MOST_LEFT = 0.001, 0.03
+_LEAST, _MOST_LEFT = 0.002, 0.03
 _NOISY = ("dropout", "attention", "lstm", "gru", "rnn")
 
 

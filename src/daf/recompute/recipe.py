@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from daf.codecs.layout import is_dense
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
 from daf.core.policy import SMALL_BYTES, Need, Site
@@ -68,9 +69,10 @@ class Leaf:
     def copy(self) -> None:
         """Hold a copy from now on; autograd lets a program write over what only we hold."""
         if self.holding is None or self.source is not None:
-            storage = self.tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
-            geometry = Geometry.of(self.tensor)
-            self.tensor = geometry.within(torch.empty(0, dtype=geometry.dtype).set_(storage))
+            geometry, whole = Geometry.of(self.tensor), self.tensor
+            if whole.nbytes < self.value.nbytes or not is_dense(whole):
+                whole = torch.empty(0, dtype=geometry.dtype).set_(whole.untyped_storage())
+            self.tensor = geometry.within(whole.clone())
             self.version, self.source = self.tensor._version, None
             self.holding = Holding(self.ledger, self.value.nbytes)
 
