@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from daf._native import allocator as native
 from daf_bench.ablations import run
 from daf_bench.ablations.best_fit import ALIGNMENT, BestFitStore
 from daf_bench.ablations.staged_codec import StagedCode
@@ -20,6 +22,7 @@ from daf.codecs import ranges
 from daf.codecs.codes import ElementsCode, ValueCode
 from daf.core.errors import CodecError, PoolFullError
 from daf.core.policy import Method, Treatment
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.pool.store import PlainStore
 
 Batch = tuple[Tensor, Tensor]
@@ -125,6 +128,19 @@ def batch() -> Batch:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(32, 3, 16, 16, generator=generator)
     return x, torch.randint(0, 10, (32,), generator=generator)
+
+
+@pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason() or "")
+def test_a_stage_has_freed_blocks_used_again_while_it_lives(batch: Batch) -> None:
+    made = model()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    assert not native.is_installed()
+    peer = make_peer("reduction", Setting(made, optimizer, loss_fn), 0)
+    peer.step(batch)
+    assert native.is_installed()
+    del peer
+    gc.collect()
+    assert not native.is_installed()
 
 
 def test_stages_of_sage_are_exact_and_hold_less_and_less(batch: Batch) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from daf.capture.capture import Capture
 from daf.core.errors import PlatformError, UnknownNameError
 from daf.core.policy import Policy
+from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reason
 from daf.pool.paged_pool import make_store
 from daf.pool.store import Store
 from daf.step.dry_run import dry_run
@@ -248,5 +249,13 @@ def _coded(
 
 
 def _staged(setting: Setting, stage: Stage) -> Peer:
-    """A stage of an ablation."""
-    return _coded(setting, lambda _: stage.policy(), stage.make_store(), stage.choosing)
+    """A stage of an ablation; freed blocks are used again while it lives, as by ``compress``.
+
+    Else its peak would be that of gaps in the C library's heap.
+    """
+    recycling = None if unsupported_reason() else RecyclingAllocator().__enter__()
+
+    def choosing(_lives: object = recycling) -> AbstractContextManager[Any]:
+        return stage.choosing()
+
+    return _coded(setting, lambda _: stage.policy(), stage.make_store(), choosing)
