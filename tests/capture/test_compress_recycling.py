@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_r
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
-    return nn.Sequential(*layers, *layers[1:], nn.Conv2d(8, 8, 3))
+    return nn.Sequential(*layers, *layers[1:], *layers, nn.Conv2d(8, 8, 3))
 
 
 def step(model: nn.Module, coded: daf.compress) -> None:
@@ -45,9 +45,8 @@ def test_blocks_of_one_step_serve_the_next(bits: str | int) -> None:
     after = native.statistics()
     more = {name: after[name] - before[name] for name in after}
     fresh, asked = more["fresh_bytes"], more["allocations"]
-    # As they were, or assembled of several.
-    assert more["hits"] + more["assembled"] >= asked - 1 > 0
-    assert more["hits"] > 0.8 * asked
+    assert more["hits"] > 0.9 * asked > 0
+    assert more["hits"] + more["assembled"] == asked
     assert fresh < 2**21  # one block of 2 MB in a step that makes dozens
     del coded
     assert not native.is_installed()

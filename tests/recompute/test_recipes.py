@@ -80,19 +80,24 @@ def test_a_convolutions_input_behind_norm_and_relu_is_computed_from_the_norms_in
     assert methods["2:relu#0[0]"] is Method.RECOMPUTE  # what the convolution reads, no mask
 
 
+def counted_operations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return what counts, by name, the operations that recipes run from now on."""
+    counted, way = Counter[str](), recipe._Step._may_overwrite
+
+    def counting(step: Any, results: Any) -> bool:  # asked once for each operation that runs
+        function = step.operation.function
+        counted[getattr(function, "overloadpacket", function).__name__] += 1
+        return way(step, results)
+
+    monkeypatch.setattr(recipe._Step, "_may_overwrite", counting)
+    return counted
+
+
 def ran_in_backward(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module, loss: Loss, passes: int = 2
 ) -> tuple[Counter[str], Any]:
     """Return the operations that the last backward pass ran again, and what was compressed."""
-    ran, compute = Counter[str](), recipe._Step._may_overwrite
-
-    def counting(step: Any, results: Any) -> bool:  # once for each operation that runs
-        ran[
-            getattr(step.operation.function, "overloadpacket", step.operation.function).__name__
-        ] += 1
-        return compute(step, results)
-
-    monkeypatch.setattr(recipe._Step, "_may_overwrite", counting)
+    ran = counted_operations(monkeypatch)
     exact = daf.compress(model, bits="exact")
     for _ in range(passes):
         with exact:
@@ -168,7 +173,7 @@ def test_a_small_part_of_a_large_tensor_keeps_none_of_it() -> None:
 
 
 def test_many_small_tensors_are_no_small_part() -> None:
-    """Each is less than a thousandth of what was saved before; together they would be all."""
+    """Each is a small part of what was saved before; together they would be all."""
     weight = nn.Parameter(torch.ones(64, 8))
     exact, x = daf.compress(nn.Module(), bits="exact"), torch.randn(16, 64, requires_grad=True)
     for _ in range(2):
@@ -346,14 +351,7 @@ def test_what_one_recipe_makes_serves_the_next_one_where_that_is_no_new_peak(
         return y.square().mean()
 
     plain = torch.autograd.grad(loss(), weights)
-    counts, peaks, counted = [], [], Counter[str]()
-    way = recipe._Step._may_overwrite
-
-    def counting(step: Any, results: Any) -> bool:  # once for each operation that runs
-        counted[step.operation.function.overloadpacket.__name__] += 1
-        return way(step, results)
-
-    monkeypatch.setattr(recipe._Step, "_may_overwrite", counting)
+    counts, peaks, counted = [], [], counted_operations(monkeypatch)
     for near in (0, 8):
         monkeypatch.setattr(recipe, "NEAR", near)
         exact = daf.compress(nn.Module(), bits="exact")

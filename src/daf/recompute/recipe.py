@@ -231,8 +231,8 @@ class Recomputed(PackedTensor):
 
     def share(self, made: Tensor, step: _Step, *, is_compared: bool) -> bool:
         """Hold what a step made until others that saved it are read; False: a new peak, or none."""
-        found = (each() for each in step.yields)
-        others = [e for e in found if e is not None and e is not self and e._made is None]
+        alive = (each() for each in step.yields)
+        others = [each for each in alive if each is not None and each is not self]
         nbytes = made.untyped_storage().nbytes()
         if not others or self._ledger.held_bytes + nbytes > self._ledger.held_peak_bytes:
             return False
