@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_r
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
-    return nn.Sequential(*layers, *layers[1:], *layers, nn.Conv2d(8, 8, 3))
+    return nn.Sequential(*layers, *layers[1:], *layers, *layers[1:], nn.Conv2d(8, 8, 3))
 
 
 def step(model: nn.Module, coded: daf.compress) -> None:

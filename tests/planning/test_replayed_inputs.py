@@ -13,6 +13,7 @@ from daf.planning.candidate import Candidate
 from daf.planning.options import Allowed
 from daf.planning.table import Table, lawful, level_selection, make_table
 from daf.profiling import replay_proof
+from daf.profiling.step_observer import Observer
 from daf.session.session import Session
 
 ALLOWED = Allowed(methods=frozenset(Method) - {Method.SPILL})
@@ -137,3 +138,41 @@ def test_who_lets_go_of_an_input_too_early_does_not_keep_it() -> None:
         most = max(nbytes for _, _, nbytes in missing)
         for moment in range(profile.timeline.forward, last + 1):
             assert all(table.row(moment)[alternative] >= most for alternative in alternatives)
+
+
+class Chain(nn.Module):
+    """What it saves piles up while it runs; nothing else is alive for long."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_a_run_in_backward_counts_what_it_holds_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), Chain(64), Chain(64), Chain(64), nn.Linear(64, 64))
+    batch = torch.randn(512, 64, 64)
+    with Session(model, torch.optim.SGD(model.parameters(), 0.1), "8GB") as session:
+        session.prepare(batch, square_mean)
+        profile, capture = session.profile, session._capture
+        assert profile is not None
+        table = make_table(profile, 512, ALLOWED)
+        selection = replaying(table, "keep", {"1", "2", "3"})
+        policy = Candidate(table, selection).as_plan(10**10, "optimal").policy
+        observer = Observer(capture, 512)
+        with observer.watching():
+            with capture.step(policy, 0, 0, batch=batch, watcher=observer):
+                loss = square_mean(model, batch)
+            observer.begin_backward()
+            loss.backward()
+    assert len(capture.replays) == 3
+    measured_bytes = max(observer.found.peak_bytes)
+    told = table.usage_of(selection)[:-1] - profile.resident_bytes - profile.optimizer_bytes
+    # Beside a chain's run backward has two gradients and what an operator takes. Were what the run
+    # makes and holds counted twice, there would be two tensors more.
+    assert measured_bytes <= told.max() <= measured_bytes + 3.1 * batch.nbytes

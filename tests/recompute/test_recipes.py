@@ -18,6 +18,7 @@ import daf
 from daf.capture.capture import Capture
 from daf.core.errors import SavedTensorError
 from daf.core.policy import RECOMPUTE, Method, Site, Treatment, plain_policy
+from daf.memory.domain import ProcessMemory
 from daf.pool.store import PlainStore
 from daf.recompute import recipe
 from daf.recompute.values import normalised
@@ -82,14 +83,14 @@ def test_a_convolutions_input_behind_norm_and_relu_is_computed_from_the_norms_in
 
 def counted_operations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Return what counts, by name, the operations that recipes run from now on."""
-    counted, way = Counter[str](), recipe._Step._may_overwrite
+    counted, way = Counter[str](), recipe._Results.shares
 
-    def counting(step: Any, results: Any) -> bool:  # asked once for each operation that runs
+    def counting(results: Any, step: Any, made: Any) -> bool:  # asked once for each that runs
         function = step.operation.function
         counted[getattr(function, "overloadpacket", function).__name__] += 1
-        return way(step, results)
+        return way(results, step, made)
 
-    monkeypatch.setattr(recipe._Step, "_may_overwrite", counting)
+    monkeypatch.setattr(recipe._Results, "shares", counting)
     return counted
 
 
@@ -252,6 +253,47 @@ def test_no_reader_takes_what_another_found_to_be_wrong(first: int) -> None:
     for place in (first, 1 - first):
         with pytest.raises(SavedTensorError):
             torch.autograd.grad(losses[place], model[place].weight)
+
+
+def gated(x: Tensor) -> Tensor:
+    return x * x.sigmoid()
+
+
+@pytest.mark.parametrize(
+    ("function", "tensors"),
+    [(torch.relu, 1), (lambda x: torch.tanh(x) + 1.0, 1), (gated, 2), (lambda x: x + x, 2)],
+)
+def test_what_is_alive_while_a_recipe_runs_is_counted_as_it_is(
+    function: Callable[[Tensor], Tensor], tensors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pointwise steps write over what the step before made, unless another reads that, too."""
+    found: list[tuple[int, int, int]] = []
+    way = recipe.Recomputed.compute
+
+    def measured(made: Any, of_saved: Any = None) -> Tensor:
+        meter = ProcessMemory().meter()
+        meter.begin()
+        result = way(made, of_saved)
+        peaks = [meter.take_peak()]
+        meter.finish(peaks)
+        if made._site.operator == "conv2d":
+            found.append((made.step.alive_bytes, peaks[0], result.nbytes))
+        return result
+
+    norm, last = nn.BatchNorm2d(16), nn.Conv2d(16, 8, 3)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), norm, last)
+
+    def loss(model: Any) -> Tensor:
+        torch.manual_seed(1)
+        x = torch.randn(4, 3, 64, 64)
+        return model[2](function(model[1](model[0](x)))).square().mean()
+
+    monkeypatch.setattr(recipe.Recomputed, "compute", measured)
+    check(model, loss)
+    assert found
+    for alive_bytes, peak_bytes, nbytes in found:
+        assert alive_bytes == tensors * nbytes
+        assert peak_bytes == pytest.approx(alive_bytes, rel=0.05)  # statistics are small
 
 
 @pytest.mark.parametrize("kind", [nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.ELU, nn.Hardswish])

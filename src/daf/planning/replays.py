@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from daf.core.profile import CallProfile, Profile, Saving
 from daf.planning.option_costs import Span, last_moments
 from daf.planning.options import Family
@@ -105,8 +107,9 @@ def _held(
 ) -> _Held:
     """Return a call's inputs until its replay, then all that the call saves.
 
-    Transient bytes on top are at most those of the first forward. ``savings`` are of the call and
-    those inside it; ``others`` gives the last moment of kept storages that are not replayed.
+    While it runs, transient bytes are at most those of the first forward: these have what is held
+    until the program itself frees it. ``savings`` are of the call and those inside it; ``others``
+    gives the last moment of kept storages that are not replayed.
     """
     begin = min(saving.read for saving in savings)
     ends = max(saving.released for saving in savings)
@@ -125,5 +128,9 @@ def _held(
         else:
             always.append(span)
     transient = profile.timeline.transient[call.first_forward : call.last_forward + 1]
-    always.append(Span(begin, begin, max((each.at(examples) for each in transient), default=0.0)))
+    running = np.array([each.at(examples) for each in transient] or [0.0])
+    for storage, dies in {s.storage: s.dies for s in savings if s.storage not in given}.items():
+        running -= nbytes[storage]
+        running[max(0, dies - call.first_forward) :] += nbytes[storage]
+    always.append(Span(begin, begin, max(0.0, float(running.max()))))
     return always, by_storage

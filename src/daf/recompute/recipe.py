@@ -118,35 +118,38 @@ class _Step:
     geometry: Geometry
     yields: list[weakref.ref[Recomputed]] = field(default_factory=list)  # what is its result
     alive_bytes: int = 0  # beside leaves, when most are
+    is_read: bool = False
+    overwrites: _Step | None = None  # whose result its own is written over, if none else reads that
 
     def __post_init__(self) -> None:
-        read = dict.fromkeys(self.reads)
-        alive = (
-            each.alive_bytes if isinstance(each, _Step) else _made_bytes(each) for each in read
-        )
-        self.alive_bytes = max([sum(map(_made_bytes, (self, *read))), *alive])
+        read, first = dict.fromkeys(self.reads), self.inputs[0][0] if self.inputs[0] else None
+        if isinstance(first, _Input) and isinstance(first.of, _Step):
+            is_alike = first.geometry == first.of.geometry == self.geometry
+            if is_alike and self.reads.count(first.of) == 1 and in_place(self.operation.function):
+                self.overwrites = first.of
+        is_over = self.overwrites is not None and not self.overwrites.is_read
+        alive = [sum(map(_made_bytes, read if is_over else (self, *read)))]
+        for each in read:
+            alive.append(each.alive_bytes if isinstance(each, _Step) else _made_bytes(each))
+            if isinstance(each, _Step):
+                each.is_read = True
+        self.alive_bytes = max(alive)
 
     def compute(self, results: _Results) -> Tensor:
         """Return the result, of the geometry that it had; ``results``: those of shared steps."""
         if self in results.known:
             return results.known[self]
         arguments, keywords = map_nest(_Input, results.of, self.inputs)
-        in_its_place = in_place(self.operation.function) if self._may_overwrite(results) else None
-        made = (in_its_place or self.operation.function)(*arguments, **keywords)
+        function = self.operation.function
+        if self.overwrites is not None and self.overwrites not in results.known:
+            function = in_place(function) or function
+        made = function(*arguments, **keywords)
         found: Tensor = made[self.output] if isinstance(made, (tuple, list)) else made
         if Geometry.of(found) != self.geometry:
             raise SavedTensorError(f"{self.operation.function} gave {Geometry.of(found)} this time")
         if results.shares(self, found) or results.readers[self] > 1:
             results.known[self] = found
         return found
-
-    def _may_overwrite(self, results: _Results) -> bool:
-        """True if the first argument is a result that nothing else reads, like this one."""
-        first = self.inputs[0][0] if self.inputs[0] else None
-        if not isinstance(first, _Input) or not isinstance(first.of, _Step):
-            return False
-        is_alike = first.geometry == first.of.geometry == self.geometry
-        return is_alike and first.of not in results.known
 
 
 Node = Leaf | CodedLeaf | _Step

@@ -116,7 +116,7 @@ class ValueRecorder(DispatchMode):
         storage = tensor.untyped_storage()
         known = self._values.get(storage._cdata)
         if known is None:
-            return self._put(storage, _unknown(storage))
+            return self._put(storage, Value(storage._cdata, storage.nbytes()))
         return known[1]
 
     def is_current(self, value: Value) -> bool:
@@ -156,14 +156,10 @@ class ValueRecorder(DispatchMode):
 
     def _note_result(self, operation: Operation, place: int, result: Tensor) -> None:
         storage = result.untyped_storage()
-        value = _unknown(storage)
+        value = Value(storage._cdata, storage.nbytes())
         if result.nbytes == value.nbytes and is_dense(result):
             value.operation, value.output, value.geometry = operation, place, Geometry.of(result)
         self._put(storage, value)
-
-
-def _unknown(storage: torch.UntypedStorage) -> Value:
-    return Value(storage._cdata, storage.nbytes())
 
 
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default

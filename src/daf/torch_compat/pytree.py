@@ -26,26 +26,23 @@ def map_nest(kind: type[Leaf], change: Callable[[Leaf], Any], nest: Any) -> Any:
     if isinstance(nest, (tuple, list)):
         left = () if kind in _ATOMS else _ATOMS
         items = [each if type(each) in left else map_nest(kind, change, each) for each in nest]
-        if _same(items, nest):
+        if all(map(is_, items, nest)):
             return nest
         return nest._make(items) if hasattr(nest, "_make") else type(nest)(items)
     if isinstance(nest, Mapping):
         entries = {key: map_nest(kind, change, item) for key, item in nest.items()}
-        return nest if _same(entries.values(), nest.values()) else _like_mapping(nest, entries)
+        is_same = all(map(is_, entries.values(), nest.values()))
+        return nest if is_same else _like_mapping(nest, entries)
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         before = {field.name: getattr(nest, field.name) for field in dataclasses.fields(nest)}
         fields = {name: map_nest(kind, change, value) for name, value in before.items()}
-        if _same(fields.values(), before.values()):
+        if all(map(is_, fields.values(), before.values())):
             return nest
         twin = copy.copy(nest)
         for name, item in fields.items():
             object.__setattr__(twin, name, item)  # which frozen ones allow too
         return twin
     return nest
-
-
-def _same(first: Any, second: Any) -> bool:
-    return all(map(is_, first, second))
 
 
 def _like_mapping(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
