@@ -15,6 +15,7 @@ PEER, PUBLISHED = "peer", "published"
 DAF_AT = "DAF, {} %"
 DAF_BITS = "DAF, {} bits"
 BASELINE_BITS = 2
+LEAST, LEAST_TRIES = 0, 4
 COMPARED_PERCENT = 50  # the budget at which figures compare
 BASELINE = f"GACT codes and widths, {BASELINE_BITS} bits"
 
@@ -23,8 +24,8 @@ BASELINE = f"GACT codes and widths, {BASELINE_BITS} bits"
 class Asked:
     """A row of the table. ``changes`` are those of a ``Way``.
 
-    ``percent`` is a budget: that share of plain's peak above the floor. One that
-    ``compiles`` may take minutes before its first step.
+    ``percent`` is a budget: that share of plain's peak above the floor; ``LEAST``: the least that
+    its refusal names. One that ``compiles`` may take minutes before its first step.
     """
 
     label: str

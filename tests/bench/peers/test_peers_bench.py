@@ -28,6 +28,7 @@ from daf_bench.peers.run import PeersJob
 from daf_bench.peers.table import (
     BASELINE,
     FULL,
+    LEAST,
     PEER,
     QUICK,
     by_peer,
@@ -48,7 +49,7 @@ CONTESTANTS = (
     by_peer(BASELINE, "gact", 2),
     by_policy("DGC", "checkpoint", 50),
     ours_with(2),
-    ours_at(1),
+    ours_at(-30),  # sessions give libraries' code back: they hold less than plain's floor
     by_peer("torch.compile", "compile", compiles=True),
 )
 # No minute is left for compilers, which come last.
@@ -80,17 +81,20 @@ def test_the_whole_table_is_measured_and_refusals_are_told(measured: Any) -> Non
     assert 0.01 < ours["gradient_error"] < coded["gradient_error"]
     above = plain["peak_bytes"] - plain["floor_bytes"]
     assert rows["DGC, 50 %"]["budget_bytes"] == plain["floor_bytes"] + above // 2
-    assert rows["DGC, 50 %"]["predicted_peak_bytes"] > plain["floor_bytes"]
+    assert rows["DGC, 50 %"]["peak_bytes"] <= rows["DGC, 50 %"]["predicted_peak_bytes"]
+    assert rows["DGC, 50 %"]["predicted_peak_bytes"] <= rows["DGC, 50 %"]["budget_bytes"]
     assert rows["DGC, 50 %"]["gradient_error"] == 0.0
-    assert "asked for a budget of" in rows["DAF, 1 %"]["refused"]
-    assert rows["DAF, 1 %"]["least_bytes"] > rows["DAF, 1 %"]["budget_bytes"]
+    assert "asked for a budget of" in rows["DAF, -30 %"]["refused"]
+    assert rows["DAF, -30 %"]["least_bytes"] > rows["DAF, -30 %"]["budget_bytes"]
     assert "needs one of" in rows["torch.compile"]["refused"]
 
 
 @pytest.mark.thorough
 def test_daf_and_the_baseline_are_stepped_in_turn_with_each_other(measured: Any) -> None:
     result = measured[0]
-    (duel,) = [row for row in result.rows if row["kind"] == DUEL]  # DAF at one hundredth refused
+    (duel,) = [
+        row for row in result.rows if row["kind"] == DUEL
+    ]  # DAF at -30 % was refused
     assert (duel["workload"], duel["contestant"], duel["against"]) == (
         "w6",
         "DAF, 2 bits",
@@ -129,7 +133,7 @@ def test_the_page_and_the_picture_show_everybody(measured: Any, tmp_path: Path) 
     result = measured[0]
     page = peers_page(result.rows, result.figures, result.notes)
     assert page.count('class="bar measured"') == 2  # one of DAF's in each of two charts
-    assert "DAF, 1 % did not run: asked for a budget of" in page
+    assert "DAF, -30 % did not run: asked for a budget of" in page
     assert "Where a peer wins" in page
     assert all(len(cells(row)) == len(COLUMNS) for row in result.rows if row["kind"] != DUEL)
     draw_peers(result.rows, tmp_path / "peers.png")
@@ -435,3 +439,23 @@ def test_the_command_writes_json_page_and_picture(
     assert files[1].read_text().startswith("<!doctype html>")
     assert files[2].read_bytes().startswith(b"\x89PNG")
     assert "Where a peer wins" in ran.stdout
+
+
+def test_the_least_budget_is_the_one_that_refusals_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_bytes: list[int] = []
+
+    def beside(way: Way, *_: Any) -> dict[str, Any]:
+        assert way.budget_bytes is not None
+        asked_bytes.append(way.budget_bytes)
+        if way.budget_bytes < 70:
+            return {"refused": "too little", "least_bytes": way.budget_bytes + 30}
+        return {"budget_bytes": way.budget_bytes, "step_ms": 2.0}
+
+    plain = {"floor_bytes": 10, "peak_bytes": 110, "step_ms": 1.0}
+    monkeypatch.setattr(peers_job._Workload, "_measure_plain", lambda _: plain)
+    monkeypatch.setattr(peers_job, "measure_beside", beside)
+    contestants = (replace(ours_at(LEAST), label="least"), ours_at(20))
+    rows = peers_job.run(PeersJob(("w6",), contestants, sources=Sources(None))).rows
+    assert asked_bytes == [10, 40, 70, 30]
+    assert rows[1]["budget_bytes"] == 70
+    assert rows[2]["least_bytes"] == 60  # of a share of plain's peak, the refusal is the row
