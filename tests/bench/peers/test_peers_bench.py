@@ -92,9 +92,7 @@ def test_the_whole_table_is_measured_and_refusals_are_told(measured: Any) -> Non
 @pytest.mark.thorough
 def test_daf_and_the_baseline_are_stepped_in_turn_with_each_other(measured: Any) -> None:
     result = measured[0]
-    (duel,) = [
-        row for row in result.rows if row["kind"] == DUEL
-    ]  # DAF at -30 % was refused
+    (duel,) = [row for row in result.rows if row["kind"] == DUEL]  # DAF at -30 % was refused
     assert (duel["workload"], duel["contestant"], duel["against"]) == (
         "w6",
         "DAF, 2 bits",
