@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.core.errors import SavedTensorError
+from daf.core.errors import BudgetError, SavedTensorError
 from daf.core.plan import Plan
 from daf.core.policy import KEEP, RECOMPUTE, Method, Policy, policy_for
 from daf.core.profile import Profile
@@ -356,3 +356,20 @@ def test_parts_released_gradients_and_autocast_change_no_bit(
     found, used = trained("exact")
     assert used[Method.RECOMPUTE] >= 4
     assert all(torch.equal(each, expected[name]) for name, each in found.items())
+
+
+def test_a_budget_without_room_for_any_step_names_a_least_that_has_recipes() -> None:
+    kept_and_saved("in place", loss_of)
+    return_what_earlier_tests_held()
+    model, terms = made("in place"), {"tolerance": 0.0, "operators": "pytorch", "split": False}
+    resident = process_memory.resident_bytes()
+    with pytest.raises(BudgetError) as refused:
+        Session(model, sgd(model), resident + MIB, **terms).prepare(images(), loss_of)
+    named = refused.value.least_bytes
+    assert named is not None
+    with Session(model, sgd(model), named, **terms) as within:
+        within.prepare(images(), loss_of)
+    with session_at("in place", 0.7, loss_of, split=False) as roomy:
+        least = roomy.least_feasible_bytes()
+    assert least is not None
+    assert named - resident <= 1.1 * (least - resident)  # without recipes a third more

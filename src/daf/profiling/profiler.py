@@ -345,18 +345,18 @@ class Profiler:
     def _with_recipes(
         self, found: Profile, context: StepContext, observations: list[Observation], budget: int
     ) -> Profile:
-        """Add the recipes that a step finds which recomputes what it can, where one has room.
+        """Add the recipes that a step finds which recomputes what it can, if they may be needed.
 
-        None are needed where everything fits kept, or operators are fused, which do so themselves.
+        That is the smallest if none has room: the least budget that is named has recipes, too.
         """
-        fitting = self._fitting_kept(observations, budget)
-        is_needed = not found.is_fused and planner.kept_peak_bytes(found) > budget
-        if not fitting or not is_needed:
+        if found.is_fused or planner.kept_peak_bytes(found) <= budget:
             return found
+        fitting = self._fitting_kept(observations, budget) or [observations[0].examples]
+        room = self._bound_bytes if self._expected(observations[0], fitting[0]) > budget else budget
         observe = partial(self._observe, context, fitting[-1], RECOMPUTING)
         with preserved_state(self.model, context.loss_fn, gradients=True):
             try:
-                recomputing = self._within(budget, observe)
+                recomputing = self._within(room, observe)
             except SavedTensorError:  # the model does something else each time
                 self._recover()
                 return found
