@@ -173,6 +173,6 @@ def test_a_run_in_backward_counts_what_it_holds_once() -> None:
     assert len(capture.replays) == 3
     measured_bytes = max(observer.found.peak_bytes)
     told = table.usage_of(selection)[:-1] - profile.resident_bytes - profile.optimizer_bytes
-    # Beside a chain's run backward has two gradients and what an operator takes. Were what the run
-    # makes and holds counted twice, there would be two tensors more.
-    assert measured_bytes <= told.max() <= measured_bytes + 3.1 * batch.nbytes
+    # Backward's own transients count beside the run's. Were the run's input, or what it makes and
+    # holds, counted twice, there would be one tensor more, or two.
+    assert measured_bytes <= told.max() <= measured_bytes + 2.1 * batch.nbytes

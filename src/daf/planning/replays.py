@@ -107,9 +107,9 @@ def _held(
 ) -> _Held:
     """Return a call's inputs until its replay, then all that the call saves.
 
-    While it runs, transient bytes are at most those of the first forward: these have what is held
-    until the program itself frees it. ``savings`` are of the call and those inside it; ``others``
-    gives the last moment of kept storages that are not replayed.
+    While it runs, transient bytes are at most those of the first forward, which have what is held
+    (inputs, too) until the program itself frees it. ``savings`` are of the call and those inside
+    it; ``others`` gives the last moment of kept storages that are not replayed.
     """
     begin = min(saving.read for saving in savings)
     ends = max(saving.released for saving in savings)
@@ -129,7 +129,7 @@ def _held(
             always.append(span)
     transient = profile.timeline.transient[call.first_forward : call.last_forward + 1]
     running = np.array([each.at(examples) for each in transient] or [0.0])
-    for storage, dies in {s.storage: s.dies for s in savings if s.storage not in given}.items():
+    for storage, dies in {saving.storage: saving.dies for saving in savings}.items():
         running -= nbytes[storage]
         running[max(0, dies - call.first_forward) :] += nbytes[storage]
     always.append(Span(begin, begin, max(0.0, float(running.max()))))
