@@ -3,9 +3,8 @@
 Rivals: checkpointed blocks at several shares of them (SGC), replay of whole modules as 0.1.0 had it
 (``policy="checkpoint-static"``), and torch.compile with a budget for activations where it compiles.
 Ours are sessions of the whole batch with nothing lossy, at several budgets and at the least that
-they name. Whoever computes again
-holds what that takes: it counts as saved (torch.compile's cannot be seen, and is left out of the
-bytes).
+they name. Whoever computes again holds what that takes: it counts as saved (torch.compile's cannot
+be seen, and is left out of the bytes).
 """
 
 from __future__ import annotations

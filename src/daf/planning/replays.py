@@ -107,9 +107,9 @@ def _held(
 ) -> _Held:
     """Return a call's inputs until its replay, then all that the call saves.
 
-    While it runs, transient bytes are at most those of the first forward, which have what is held
-    (inputs, too) until the program itself frees it. ``savings`` are of the call and those inside
-    it; ``others`` gives the last moment of kept storages that are not replayed.
+    While it runs, transient bytes are at most those of the first forward; what is held, inputs too,
+    was among these until the program freed it, and counts once. ``savings`` are of the call and
+    those inside it; ``others`` gives the last moment of kept storages that are not replayed.
     """
     begin = min(saving.read for saving in savings)
     ends = max(saving.released for saving in savings)
