@@ -65,7 +65,7 @@ def _rival_line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     if "step_ratio" not in row:
         return f"{named} | {why_not(row)[:120]} | | | |"
     plain = next(r for r in rows if r["contestant"] == PLAIN and r["workload"] == row["workload"])
-    saved, budget = row["saved_bytes_peak"], row["budget_bytes"]
+    saved, budget = row["saved_bytes_peak"], row.get("budget_bytes")  # plain was given none
     cells = [
         "" if budget is None else f"{budget / MB:.0f} MB",
         f"{row['peak_bytes'] / MB:.0f} MB",

@@ -354,7 +354,15 @@ JOBS = (
         "benchmarks/daf_bench/ablations/run.py",
         "daf bench ablations --out FILE.json",
         "reduction, packing and pool, one at a time",
-        "on ResNet-18, BERT-small and GPT-2's shape, whole batches; stages by PyTorch's operators",
+        "figures of ResNet-18, whole batches (other models': not drawn); PyTorch's operators",
+        (
+            Ours("ablations", "w1/ranges by tree/step_vs_whole", "step: tree ÷ hybrid"),
+            Ours(
+                "ablations", "w1/staged packing/step_vs_whole", "step: packing in stages ÷ at once"
+            ),
+            Ours("ablations", "w1/codes in malloc/peak_vs_whole", "peak: malloc ÷ pool"),
+            Ours("ablations", "w1/codes by best fit/peak_vs_whole", "peak: best fit ÷ pool"),
+        ),
     ),
     PaperRow(
         DAF,

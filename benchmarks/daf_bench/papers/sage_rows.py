@@ -94,7 +94,16 @@ TECHNIQUES = (
         "benchmarks/daf_bench/ablations/run.py",
         "daf bench ablations --out FILE.json",
         "separation, fusion, reduction, operator-level memory, in turn",
-        "on ResNet-18, BERT-small and GPT-2's shape, whole batches, exact",
+        "figures of ResNet-18, whole batches, exact (other models': not drawn)",
+        tuple(
+            Ours("ablations", f"w1/{stage}/peak_ratio", f"peak: plain's ÷ ours, {words}")
+            for stage, words in (
+                ("separation", "separation"),
+                ("fusion", "fusion, too"),
+                ("reduction", "reduction, too"),
+                ("operator memory", "operators' memory, too"),
+            )
+        ),
     ),
 )
 
