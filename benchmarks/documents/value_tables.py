@@ -63,7 +63,9 @@ def _rivals_table(result: dict[str, Any]) -> list[str]:
 def _rival_line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     named = f"| {row['workload']} | {row['contestant']}"
     if "step_ratio" not in row:
-        return f"{named} | {why_not(row)[:120]} | | | |"
+        least = row.get("least_bytes")
+        why = f"refused, at least {least / MB:.0f} MB" if least else why_not(row)[:120]
+        return f"{named} | {why} | | | |"
     plain = next(r for r in rows if r["contestant"] == PLAIN and r["workload"] == row["workload"])
     saved, budget = row["saved_bytes_peak"], row.get("budget_bytes")  # plain was given none
     cells = [

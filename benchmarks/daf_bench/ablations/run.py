@@ -53,7 +53,8 @@ def run(
     notes = (
         f"{', '.join(job.workloads)}; {'small' if job.is_small else 'full'} sizes; {job.steps} "
         f"timed steps in turn with plain's; data: {job.sources.described()}",
-        f"SAGE's come one after another: {', '.join(SAGE)}; exact, the whole batch",
+        f"SAGE's come one after another: {', '.join(SAGE)}; nothing lossy, though "
+        "fused operators add in another order",
         f"DAF's differ in one thing each from codes of tensors' ranges with hybrid reduction, one "
         f"native pass and the paged pool ({WHOLE})",
     )

@@ -94,7 +94,7 @@ TECHNIQUES = (
         "benchmarks/daf_bench/ablations/run.py",
         "daf bench ablations --out FILE.json",
         "separation, fusion, reduction, operator-level memory, in turn",
-        "figures of ResNet-18, whole batches, exact (other models': not drawn)",
+        "figures of ResNet-18, whole batches, nothing lossy (other models': not drawn)",
         tuple(
             Ours("ablations", f"w1/{stage}/peak_ratio", f"peak: plain's ÷ ours, {words}")
             for stage, words in (

@@ -15,7 +15,7 @@ PEER, PUBLISHED = "peer", "published"
 DAF_AT = "DAF, {} %"
 DAF_BITS = "DAF, {} bits"
 BASELINE_BITS = 2
-LEAST, LEAST_TRIES = 0, 4
+LEAST, LEAST_TRIES = 0, 4  # a percentage; how often what a refusal names is asked for in turn
 COMPARED_PERCENT = 50  # the budget at which figures compare
 BASELINE = f"GACT codes and widths, {BASELINE_BITS} bits"
 

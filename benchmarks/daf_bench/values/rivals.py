@@ -30,6 +30,8 @@ NOTES = (
     "are the process's, saved bytes those held for backward, with what is computed again",
     "fewer_bytes_*: a rival's saved bytes (of those whose step is at most "
     f"{MOST_STEP} of plain's) over the least of ours that is not slower than it",
+    "exact, least: what a session names that has no room at all, then what it names there; one "
+    "with some room measures more, and may name less",
     "vs_best_recompute_*: our step over that of the fastest rival within the same budget",
 )
 

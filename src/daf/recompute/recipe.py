@@ -118,7 +118,7 @@ class _Step:
     geometry: Geometry
     yields: list[weakref.ref[Recomputed]] = field(default_factory=list)  # what is its result
     alive_bytes: int = 0  # beside leaves, when most are
-    is_read: bool = False
+    is_read: bool = False  # by another step
     overwrites: _Step | None = None  # whose result its own is written over, if none else reads that
 
     def __post_init__(self) -> None:
