@@ -9,8 +9,11 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+import torch
+from torch import nn
 
-from daf.core.garbage import _Frozen, newer_garbage_collected
+import daf
+from daf.core.garbage import _Frozen, newer_garbage_collected, young_left_alone
 
 
 class Cycle:
@@ -100,3 +103,82 @@ def test_pieces_of_work_inside_one_another_are_thawed_at_the_end() -> None:
         assert not _Frozen.by_program
     assert gc.get_freeze_count() == 0
     assert older() is not None
+
+
+@pytest.fixture
+def usual(request: pytest.FixtureRequest) -> Iterator[tuple[int, ...]]:
+    """Thresholds that are nobody's, put back."""
+    before = gc.get_threshold()
+    gc.set_threshold(*getattr(request, "param", (600, 7, 8)))
+    yield gc.get_threshold()
+    gc.set_threshold(*before)
+
+
+def collections_of(make: int, objects: int) -> int:
+    """Return how often ``objects`` lists that live were looked through, made ``make`` at a time."""
+    before = gc.get_stats()[0]["collections"]
+    kept = [[[] for _ in range(make)] for _ in range(objects // make)]
+    del kept
+    return int(gc.get_stats()[0]["collections"] - before)
+
+
+def test_what_lives_on_is_seldom_looked_at(usual: tuple[int, ...]) -> None:
+    assert collections_of(100, 20_000) > 20
+    with young_left_alone():
+        with young_left_alone():
+            assert collections_of(100, 20_000) <= 1
+        assert collections_of(100, 20_000) <= 1
+        assert gc.get_threshold()[1:] == usual[1:]
+    assert gc.get_threshold() == usual
+
+
+@pytest.mark.parametrize("usual", [(0, 7, 8), (50_000, 7, 8)], indirect=True)
+def test_a_program_that_looks_seldom_or_never_is_left_alone(usual: tuple[int, ...]) -> None:
+    with young_left_alone():
+        assert gc.get_threshold() == usual
+    assert gc.get_threshold() == usual
+
+
+@pytest.mark.usefixtures("usual")
+def test_what_a_program_sets_meanwhile_stays() -> None:
+    with young_left_alone():
+        gc.set_threshold(123, 4, 5)
+    assert gc.get_threshold() == (123, 4, 5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_passes_and_steps_leave_thresholds_as_they_were(
+    usual: tuple[int, ...], *, fails: bool
+) -> None:
+    forward: list[int] = []
+    backward: list[int] = []
+
+    class Watched(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            forward.append(gc.get_threshold()[0])
+            if fails:
+                raise ZeroDivisionError
+            result: torch.Tensor = super().forward(input)
+            result.register_hook(lambda _gradient: backward.append(gc.get_threshold()[0]))
+            return result
+
+    model = nn.Sequential(Watched(8, 8), nn.Linear(8, 1))
+    session = daf.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), budget="8GB")
+    batch = torch.randn(4, 8)
+
+    def step() -> None:
+        session.step(batch, lambda model, x: model(x).mean())
+
+    def passes() -> None:
+        with daf.compress(model, bits=2):
+            model(batch).mean().backward()
+
+    for run in (step, passes):
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                run()
+        else:
+            run()
+        assert fails or forward[-1] > 10_000
+        assert fails or run is passes or backward[-1] > 10_000
+        assert gc.get_threshold() == usual

@@ -16,6 +16,7 @@ from daf.capture.saved_tensor_hooks import SavedTensorHooks
 from daf.codecs.coder import Coder
 from daf.codecs.scratch import Scratch
 from daf.core.errors import PlatformError
+from daf.core.garbage import young_left_alone
 from daf.core.policy import Policy, Site
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
 from daf.offload.host_codes import HostCodes, HostOptions
@@ -156,6 +157,7 @@ class Capture:
         """Enter hooks and modes, in the order in which they must lie on each other."""
         compiled = CompiledModules(self.model)
         with ExitStack() as stack:
+            stack.enter_context(young_left_alone())
             stack.enter_context(self._state.tracker.following(compiled))
             stack.enter_context(self._watching_inputs(compiled))
             stack.enter_context(running.replays.watching())
