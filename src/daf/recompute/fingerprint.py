@@ -80,11 +80,9 @@ class Fingerprint(NamedTuple):
 def _content(tensor: Tensor, place: int, *, whole: bool) -> int | Tensor | None:
     if not _is_readable(tensor):
         return None
-    read = tensor.detach()
-    if not whole and tensor.nbytes > WHOLE_BYTES:
-        read = _sample(read, place)
-    bits = _bits(read)
-    is_large = bits.nbytes > _ADDED_BYTES
+    is_sampled = not whole and tensor.nbytes > WHOLE_BYTES
+    bits = _bits(_sample(tensor.detach(), place) if is_sampled else tensor.detach())
+    is_large = not is_sampled and bits.nbytes > _ADDED_BYTES
     sample = _bits(_sample(tensor.detach(), place)) if is_large else bits
     if bits.device.type != "cpu":
         return torch.cat((_added_there(bits), sample)) if is_large else bits.clone()
