@@ -31,6 +31,26 @@ def test_sketched_distances_are_right() -> None:
     assert np.std(ratios) < 0.12
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_chunks_of_a_large_gradient_have_signs_of_their_own(dtype: torch.dtype) -> None:
+    chunk_elements, chunks = 512 * 509, 5
+    sketcher = GradientSketcher([nn.Parameter(torch.zeros(chunk_elements * chunks))])
+    ratios = []
+    for _ in range(8):
+        gradient = torch.randn(chunk_elements).repeat(chunks).to(dtype)
+        length = gradient.double().square().sum()
+        ratios.append(float(sketcher.fold(0, gradient).square().sum() / length))
+    # Were they the same, equal chunks would add up to the number of chunks times the length.
+    assert abs(np.mean(ratios) - 1) < 4 * 0.063 / np.sqrt(len(ratios))
+
+
+def test_complex_gradients_count_as_pairs() -> None:
+    sketcher = GradientSketcher([nn.Parameter(torch.zeros(40_000, dtype=torch.complex64))])
+    gradient = torch.randn(40_000, dtype=torch.complex64)
+    length = torch.view_as_real(gradient).double().square().sum()
+    assert float(sketcher.fold(0, gradient).square().sum() / length) == pytest.approx(1, abs=0.25)
+
+
 def test_sketches_are_linear_and_small_ones_are_copies() -> None:
     parameter = nn.Parameter(torch.zeros(3000))
     sketcher = GradientSketcher([parameter])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -117,6 +118,7 @@ class _Measurement:
         self._counts = torch.ones(len(parameters), dtype=torch.float64)
         if elements is not None:
             self._counts = self._relative_counts(elements)
+        self._means = observer.means
         by_module = _counted(observer.by_module, model, parameters, self._counts)
         self._priors = _priors(self._reports.values(), by_module)
 
@@ -185,8 +187,9 @@ class _Measurement:
         unit = _CHANGE * sum(relative_error(self._reports[site].treatment) for site in group)
         value = float(change.sum()) / unit
         error = float(_scatter(change).square().sum().sqrt()) / unit
-        if len(group) > 1:
-            error = max(error, value)
+        # What an error does to one mean moves all gradients before it together, not each by itself.
+        independent = self._means.get(group[0].module, math.inf) if len(group) == 1 else 2
+        error = max(error, value * math.sqrt(2.0 / independent))
         return {site: SiteSensitivity(value, error, self._priors[site].prior) for site in group}
 
     def _squared_bias(self) -> tuple[float | None, float]:

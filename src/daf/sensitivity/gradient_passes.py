@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from daf.capture.capture import Capture
 from daf.core.errors import NonFiniteLossError
 from daf.core.policy import Policy, Site
-from daf.saved_tensors.sites import mix_key
 from daf.step.batch_cut import BatchCut
 from daf.step.microbatch import LossFunction, likely_cut, read_loss
 from daf.step.state_snapshot import StateSnapshot
 
 BUCKETS = 509  # prime, so that no stride of a weight's shape falls into the same buckets
-_ROWS_AT_ONCE = 2048
+_ROWS_AT_ONCE = 512  # with their signs within a core's second cache
 _SIGN_SEED = 0x5EED
 Around = Callable[[], Any]
 
@@ -34,23 +33,26 @@ class GradientSketcher:
     def __init__(self, parameters: Sequence[nn.Parameter], buckets: int = BUCKETS) -> None:
         self.parameters = tuple(parameters)
         self._buckets = buckets
+        random = torch.Generator().manual_seed(_SIGN_SEED)
+        signs = torch.randint(0, 2, ((_ROWS_AT_ONCE + 1) * buckets,), generator=random)
+        self._signs = (2 * signs - 1).float()
 
     @torch.no_grad()
     def fold(self, index: int, gradient: Tensor) -> Tensor:
         """Return the (buckets,) float64 sketch of parameter ``index``'s gradient, by chunks."""
         dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-        flat = dense.detach().reshape(-1)
-        sums = torch.zeros(self._buckets, dtype=torch.float64)
-        if flat.numel() <= self._buckets:
-            sums[: flat.numel()] = flat.cpu()
+        real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+        flat, sums = real.reshape(-1), torch.zeros(self._buckets, dtype=torch.float64)
+        if len(flat) <= self._buckets:
+            sums[: len(flat)] = flat.cpu()
             return sums
-        random = torch.Generator().manual_seed(mix_key(_SIGN_SEED, index))
-        for chunk in torch.split(flat, _ROWS_AT_ONCE * self._buckets):
-            signs = torch.randint(0, 2, (chunk.numel(),), generator=random, dtype=torch.int8)
-            signed = chunk.cpu().double() * signs.mul_(2).sub_(1)
-            rows = -(-signed.numel() // self._buckets)
-            padded = nn.functional.pad(signed, (0, rows * self._buckets - signed.numel()))
-            sums += padded.view(rows, self._buckets).sum(0)
+        # Each takes signs one place on: all of a bucket's are independent in ``buckets`` chunks.
+        for place, chunk in enumerate(torch.split(flat, _ROWS_AT_ONCE * self._buckets), index):
+            first = place % self._buckets
+            signed = chunk.cpu() * self._signs[first : first + len(chunk)]
+            whole = len(signed) // self._buckets * self._buckets
+            sums += signed[:whole].view(-1, self._buckets).sum(0, dtype=torch.float64)
+            sums[: len(signed) - whole] += signed[whole:]
         return sums
 
     def gradient_sketch(self, loss: Tensor, elements: Tensor | None = None) -> Tensor:

@@ -1,5 +1,6 @@
 """Sensitivities predicted by a formula from one ordinary backward pass."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,11 +36,12 @@ def energy_beside_means(x: Tensor) -> float:
 
 
 class PriorObserver:
-    """Watches one forward and backward pass; ``by_module``: module path to variance per error."""
+    """Watches a pass: by path, modules' variances per error, and how many means norms take."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.by_module: dict[str, float] = defaultdict(float)
+        self.means: dict[str, int] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -55,12 +57,20 @@ class PriorObserver:
         if not inputs or not isinstance(output, Tensor) or not output.requires_grad:
             return
         factor = _error_per_gradient(module, inputs[0])
+        if isinstance(module, _NORMS):
+            self.means[path] = _means(module, output)
 
         def add(gradient: Tensor) -> None:
             energy = float(gradient.detach().double().square().sum())
             self.by_module[path] += factor * energy
 
         output.register_hook(add)  # type: ignore[no-untyped-call]
+
+
+def _means(module: Any, made: Tensor) -> int:
+    if isinstance(module, (AnyBatchNorm, nn.GroupNorm)):
+        return made.shape[1] if isinstance(module, AnyBatchNorm) else len(made) * module.num_groups
+    return made.numel() // int(math.prod(module.normalized_shape))
 
 
 def _error_per_gradient(module: nn.Module, x: Any) -> float:
