@@ -286,10 +286,7 @@ def _factor(saved: SavedTensor) -> tuple[Any, ...]:
 
 
 def _may_be_noise(saved: SavedTensor, tensor: Tensor, operator: str, call: Call) -> bool:
-    return (
-        not tensor.requires_grad
-        and saved.node is not None
-        and saved.node.name() == "MulBackward0"
-        and any(word in operator for word in _NOISY)
-        and all(tensor is not argument for argument in tensors_in_batch(call.arguments))
-    )
+    if tensor.requires_grad or saved.node is None or saved.node.name() != "MulBackward0":
+        return False
+    is_noisy = any(word in operator for word in _NOISY)
+    return is_noisy and all(tensor is not each for each in tensors_in_batch(call.arguments))

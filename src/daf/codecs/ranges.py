@@ -85,23 +85,22 @@ class Ranges:
         key = tensor.numel().bit_length(), tensor.dtype, cut, tensor.device, torch.get_num_threads()
         known = self._known.get(key) if tensor.is_contiguous() else None
         if known is None:
-            known = self._choose(tensor, cut) if self._has_choice(tensor) else PYTORCH
+            known = self._choose(tensor, cut)
             if self._chooser_type is Chooser and tensor.is_contiguous():
                 self._known[key] = known
         return known
 
     def _choose(self, tensor: Tensor, cut: Cut) -> str:
+        if tensor.numel() < LEAST_ELEMENTS or tensor.device in self._broken:
+            return PYTORCH
+        if not (is_codable(tensor.dtype) and is_dense(tensor) and can_code_on(tensor.device)):
+            return PYTORCH
         name = device_name(tensor.device)
         shape_class = _class_name(tensor.dtype, tensor.numel().bit_length() // 2, cut)
         with self._lock:
             if name not in self._choosers:
                 self._choosers[name] = self._chooser_type(name, STRATEGIES, self._cache)
             return self._choosers[name].choose(shape_class, _Trial(tensor, cut))
-
-    def _has_choice(self, tensor: Tensor) -> bool:
-        if tensor.numel() < LEAST_ELEMENTS or tensor.device in self._broken:
-            return False
-        return is_codable(tensor.dtype) and is_dense(tensor) and can_code_on(tensor.device)
 
 
 @cache

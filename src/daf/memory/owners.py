@@ -144,11 +144,8 @@ class Owners:
         for claim in reversed(claims):
             if returned < missing_bytes and claim.make_room is not None:
                 returned += claim.make_room(missing_bytes - returned)
-        return (
-            returned
-            or self._regained(claims, missing_bytes)
-            or self._overrun(claims, missing_bytes)
-        )
+        asked = claims, missing_bytes
+        return returned or self._regained(*asked) or self._overrun(*asked)
 
     def _regained(self, claims: list[Claim], missing_bytes: int) -> int:
         """Raise limits by what the rest of the process gave back since, if that suffices."""

@@ -68,13 +68,8 @@ def is_vector(tensor: Any, shape: tuple[int, ...], x: Tensor) -> bool:
 
 
 def _is_ordinary(tensor: Any) -> bool:
-    return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and is_strided(tensor)
-        and can_code_on(tensor.device)
-        and not tensor.is_neg()
-        and not is_recorded(tensor)
-    )
+    is_usual = type(tensor) in (Tensor, torch.nn.Parameter) and is_strided(tensor)
+    return is_usual and can_code_on(tensor.device) and not (tensor.is_neg() or is_recorded(tensor))
 
 
 def has_usual_strides(x: Tensor) -> bool:

@@ -80,12 +80,7 @@ class _Linear(torch.autograd.Function):
 
 def _is_sketched(weight: nn.Parameter) -> bool:
     has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
-    is_usual = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.dim() == 2
-    is_large = weight.numel() >= LEAST_ELEMENTS
-    return (
-        type(weight) is nn.Parameter
-        and weight.requires_grad
-        and is_usual
-        and is_large
-        and not has_hooks
-    )
+    is_usual = type(weight) is nn.Parameter and weight.dtype == torch.float32
+    is_large = weight.dim() == 2 and weight.numel() >= LEAST_ELEMENTS
+    is_here = weight.requires_grad and weight.device.type == "cpu"
+    return is_usual and is_large and is_here and not has_hooks

@@ -188,7 +188,7 @@ class Profiler:
     ) -> Observation | None:
         chooser = CutChooser(
             self.model,
-            self._observe_bounded,
+            lambda *asked: self._bounded(partial(self._observe, *asked)),
             self._expected,
             self._recover,
             self._within,
@@ -426,9 +426,6 @@ class Profiler:
         if (found := self.keeper.within(budget_bytes, run)) is None:
             self._recover()
         return found
-
-    def _observe_bounded(self, context: StepContext, examples: int) -> Observation:
-        return self._bounded(partial(self._observe, context, examples))
 
     def _bounded(self, run: Callable[[], Found]) -> Found:
         found = self._within(self._bound_bytes, run)

@@ -152,14 +152,11 @@ class ValueRecorder(DispatchMode):
         operation = Operation(maker, operands, sum(map(bytes_of, tensors_in_batch(made))))
         for place, each in enumerate(made):
             if isinstance(each, Tensor) and is_strided(each):
-                self._note_result(operation, place, each)
-
-    def _note_result(self, operation: Operation, place: int, result: Tensor) -> None:
-        storage = result.untyped_storage()
-        value = Value(storage._cdata, storage.nbytes())
-        if result.nbytes == value.nbytes and is_dense(result):
-            value.operation, value.output, value.geometry = operation, place, Geometry.of(result)
-        self._put(storage, value)
+                storage = each.untyped_storage()
+                value = self._put(storage, Value(storage._cdata, storage.nbytes()))
+                if each.nbytes == value.nbytes and is_dense(each):
+                    value.operation, value.output = operation, place
+                    value.geometry = Geometry.of(each)
 
 
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default

@@ -50,16 +50,11 @@ _CHANNELS_SECOND = ("Convolution", "BatchNorm", "GroupNorm")
 
 def is_treatable(tensor: Tensor) -> bool:
     """True if this is a plain strided tensor, not small, where kernels exist and no torch.func."""
-    return (
-        is_strided(tensor)
-        and tensor.nbytes >= SMALL_BYTES
-        and can_code_on(tensor.device)
-        and type(tensor) in (Tensor, torch.nn.Parameter)
-        and not tensor.is_complex()
-        and not tensor.is_quantized
-        and not tensor.is_neg()
-        and not is_transforming()
-    )
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_strided(tensor):
+        return False
+    is_odd = tensor.is_complex() or tensor.is_quantized or tensor.is_neg()
+    is_large = tensor.nbytes >= SMALL_BYTES
+    return is_large and can_code_on(tensor.device) and not (is_odd or is_transforming())
 
 
 def is_integer(tensor: Tensor) -> bool:

@@ -213,10 +213,6 @@ def _may_wait(deferred: Deferred | None) -> bool:
 
 
 def _fits(addend: Tensor, x: Tensor) -> bool:
-    return (
-        type(addend) in (Tensor, torch.nn.Parameter)
-        and addend.dtype is x.dtype
-        and addend.device == x.device
-        and addend.stride() == x.stride()
-        and not addend.is_neg()
-    )
+    is_ordinary = type(addend) in (Tensor, torch.nn.Parameter) and not addend.is_neg()
+    is_alike = addend.dtype is x.dtype and addend.device == x.device
+    return is_ordinary and is_alike and addend.stride() == x.stride()

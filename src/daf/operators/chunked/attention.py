@@ -207,13 +207,10 @@ def multi_head_attention(pack: Callable[..., Any], chunk_bytes: int | None) -> C
 
 def is_many_headed(call: OperatorCall) -> bool:
     """True if this is ``nn.MultiheadAttention`` with dropout that returns no weights."""
-    return (
-        call.function is F.multi_head_attention_forward
-        and call.keywords.get("need_weights") is False
-        and bool(call.keywords.get("training"))
-        and len(call.arguments) > _DROPOUT_PLACE
-        and call.arguments[_DROPOUT_PLACE] > 0.0
-    )
+    if call.function is not F.multi_head_attention_forward or len(call.arguments) <= _DROPOUT_PLACE:
+        return False
+    is_alone = call.keywords.get("need_weights") is False
+    return is_alone and bool(call.keywords.get("training")) and call.arguments[_DROPOUT_PLACE] > 0.0
 
 
 def is_chunkable(
