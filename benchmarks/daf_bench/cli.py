@@ -17,7 +17,7 @@ from daf_bench import main_job
 from daf_bench.accuracy import jobs
 from daf_bench.accuracy import run as accuracy_bench
 from daf_bench.accuracy.plot import draw_curves
-from daf_bench.cli_ablations import ablations_command
+from daf_bench.cli_ablations import ablations_command, levers_command
 from daf_bench.cli_bias import bias_command
 from daf_bench.cli_conformance import conformance_command
 from daf_bench.cli_doors import doors_command
@@ -72,6 +72,7 @@ app = typer.Typer(help="Measure DAF against what a user would pick instead.", ri
 app.command("peers")(peers_command)
 app.command("papers")(papers_command)
 app.command("ablations")(ablations_command)
+app.command("levers")(levers_command)
 app.command("conformance")(conformance_command)
 app.command("faults")(faults_command)
 app.command("doors")(doors_command)

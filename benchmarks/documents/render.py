@@ -30,7 +30,7 @@ from operator_tables import operator_speed_figures, operators_figures
 from paper_tables import experiments_table, published_figures
 from papers import packing_figures, policy_lines, reduce_figures, strategy_lines, varying_figures
 from side_by_side import peers_figures
-from value_tables import ablations_figures, start_figures, values_figures
+from value_tables import ablations_figures, levers_figures, start_figures, values_figures
 from words import MB, ROOT, measured_by, picture
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -352,6 +352,7 @@ TABLES = (
     (ROOT / "docs" / "papers.md", "ablations", ablations_figures),
     (ROOT / "docs" / "recompute.md", "values", values_figures),
     (ROOT / "docs" / "planning.md", "start", start_figures),
+    (ROOT / "docs" / "planning.md", "levers", levers_figures),
     (ROOT / "docs" / "gpu.md", "kernels-gpu", gpu_kernel_figures),
     (ROOT / "docs" / "gpu.md", "reduce-gpu", gpu_reduce_figures),
     (ROOT / "docs" / "gpu.md", "gpu", gpu_figures),

@@ -1,10 +1,11 @@
-"""The tables of exact recomputation, of ablations, and of how sessions start, in Markdown."""
+"""Tables of exact recomputation, ablations, levers, and how sessions start, in Markdown."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from daf_bench.doors.interval import interval_of
+from daf_bench.levers.run import ELSEWHERE, as_good, chosen, plans_of
 from daf_bench.peers.table import PLAIN
 from daf_bench.peers.verdicts import why_not
 from daf_bench.start.run import ratios_of
@@ -156,3 +157,29 @@ def _start_line(row: dict[str, Any]) -> str:
         *(f"{ratios[name]:.3g}" for name in ("cold", "run20")),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def levers_figures(result: dict[str, Any]) -> str:
+    """Each lever and in how many plans it is pulled, of which workloads; each policy likewise."""
+    rows, figures = result["rows"], result["figures"]
+    plans = plans_of(rows)
+    lines = [
+        measured_by(result, "levers"),
+        "",
+        f"| lever | of {figures['plans']:.0f} plans | of which workloads |",
+        "|---|---|---|",
+        *(f"| {name} | {count} | {_where(name, plans)} |" for name, count in chosen(rows).items()),
+        "",
+        "| policy | plans predicted as fast as the optimum |",
+        "|---|---|",
+        *(f"| `{name}` | {count} |" for name, count in as_good(rows).items()),
+        "",
+        *(f"- {note}" for note in result["notes"][: -len(ELSEWHERE)]),
+    ]
+    return "\n".join(lines)
+
+
+def _where(name: str, plans: list[dict[str, Any]]) -> str:
+    pulled = (plan for plan in plans if any(each.endswith(name) for each in plan["levers"]))
+    found = ", ".join(dict.fromkeys(plan["workload"] for plan in pulled))
+    return found or ELSEWHERE.get(name, "none")

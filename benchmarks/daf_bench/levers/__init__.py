@@ -1,0 +1,1 @@
+"""``daf bench levers``: which of the planner's levers a plan ever chooses."""
