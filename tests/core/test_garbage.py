@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -182,3 +183,32 @@ def test_passes_and_steps_leave_thresholds_as_they_were(
         assert fails or forward[-1] > 10_000
         assert fails or run is passes or backward[-1] > 10_000
         assert gc.get_threshold() == usual
+
+
+@pytest.mark.usefixtures("usual")
+def test_cycles_of_one_micro_batch_are_gone_in_a_later_one() -> None:
+    """A program's own garbage goes between micro-batches as often as in a plain loop."""
+    cycles: list[weakref.ref[Cycle]] = []
+    alive: list[int] = []
+
+    class Cycling(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            made = [Cycle() for _ in range(700)]  # more than the threshold, each pass
+            cycles.append(weakref.ref(made[0]))
+            alive.append(sum(each() is not None for each in cycles))
+            return super().forward(input)
+
+    model = nn.Sequential(Cycling(8, 8), nn.Linear(8, 1))
+    session = daf.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), budget="8GB")
+    batch = torch.randn(64, 8)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).mean()
+
+    plan = session.prepare(batch, loss)
+    session.plan = replace(plan, micro_batch=8)
+    alive.clear()
+    cycles.clear()
+    session.step(batch, loss)
+    assert len(alive) == 8
+    assert max(alive) <= 3

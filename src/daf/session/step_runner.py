@@ -16,7 +16,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from daf.capture.capture import Capture
 from daf.core import errors
-from daf.core.garbage import young_left_alone
 from daf.core.plan import Plan
 from daf.core.replaced import replaced
 from daf.core.step_report import StepReport
@@ -156,7 +155,7 @@ class StepRetries:
                     self._rehearsed = self._rehearse(context, plan, snapshot)
                     return None
                 needed_bytes = self._rehearsed.needed_bytes
-            with young_left_alone(), eagerly():  # once for all passes
+            with eagerly():  # once for all passes
                 return self.gradient.run(
                     context, plan, snapshot, planned=planned, needed_bytes=needed_bytes
                 )

@@ -17,6 +17,7 @@ from daf.capture.compiled_calls import apart
 from daf.capture.known_passes import KnownPasses
 from daf.codecs.ranges import all_finite
 from daf.core.errors import NonFiniteLossError, OtherPathError
+from daf.core.garbage import young_left_alone
 from daf.core.plan import Plan
 from daf.core.policy import Policy
 from daf.core.replaced import replaced
@@ -142,7 +143,7 @@ class GradientStep:
         losses = _Losses(refuse, may_scale=self.release.kept_because == LEFT_TO_USER)
         reads_first = self._reads_first(snapshot)
         for index, part in enumerate(parts):
-            with losses.explaining():
+            with losses.explaining(), young_left_alone():
                 loss, scale = self._forward(context, plan, part, index, weights)
                 losses.add(part, loss, scale)
                 if reads_first:
