@@ -16,6 +16,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -57,8 +58,6 @@ class Leaf:
 
     def hold(self) -> None:
         """Hold the tensor; of a small constant, which may change before backward, a copy."""
-        if self.version >= 0:
-            return  # another recipe does
         self.version = self.tensor._version
         if self.source is not None:
             self.holding = kept_holding(self.source, self.ledger)
@@ -285,8 +284,9 @@ class RecipeMaker:
 
     def __post_init__(self) -> None:
         self._last: deque[tuple[Value, weakref.ref[Recomputed]]] = deque(maxlen=NEAR)
-        self._codes: dict[Value, weakref.ref[PackedTensor]] = {}
+        self._codes: WeakValueDictionary[Value, PackedTensor] = WeakValueDictionary()
         self._signs: dict[Value, Site] = {}
+        self._leaves: WeakValueDictionary[Value, Leaf] = WeakValueDictionary()
 
     @below_autograd()  # what is done here is not the program's, and not recorded
     def recomputed(self, tensor: Tensor, version: int, need: Need, site: Site) -> Recomputed | None:
@@ -317,7 +317,7 @@ class RecipeMaker:
         most = value.nbytes if found.operation.function is _CONCATENATE else value.nbytes - 1
         if sum(each.nbytes for each in more) > most:
             return None
-        for each in leaves:
+        for each in (leaf for leaf in leaves if leaf.version < 0):  # else another recipe holds it
             each.hold()
             if each.source is None and each.holding is None:
                 self._state.parameter_reads.note(each.tensor, each)
@@ -328,7 +328,7 @@ class RecipeMaker:
     def note_code(self, tensor: Tensor, code: PackedTensor) -> None:
         """Note what holds every bit of a saved tensor: recipes may start from it."""
         if tensor.nbytes == tensor.untyped_storage().nbytes():
-            self._codes[self._recorder.value_of(tensor)] = weakref.ref(code)
+            self._codes[self._recorder.value_of(tensor)] = code
 
     def note_sign(self, tensor: Tensor, site: Site) -> None:
         """Note where signs alone are read: next time of what recipes make, if one makes it."""
@@ -336,8 +336,7 @@ class RecipeMaker:
 
     def coded(self, value: Value) -> CodedLeaf | None:
         """Return the code that is held of a value; None: none is."""
-        reference = self._codes.get(value)
-        code = reference() if reference is not None else None
+        code = self._codes.get(value)
         return None if code is None else CodedLeaf(value, code, self._state.scratch)
 
     def near(self, value: Value) -> Recomputed | None:
@@ -360,14 +359,16 @@ class RecipeMaker:
         """Return an operand as a leaf, if its memory lives and shows the same value still."""
         if not self._recorder.is_current(operand.value):
             return None
-        tensor, sources = operand.tensor(), self._state.sources
-        if tensor is None:
+        leaf, sources = self._leaves.get(operand.value), self._state.sources
+        tensor = None if leaf is not None else operand.tensor()
+        if leaf is None and tensor is None:
             kept = sources.kept_at(operand.value.address, Kept)
             tensor = None if kept is None else kept.tensor
-        if tensor is None:
-            return None
-        source = None if self._is_constant(tensor) else sources.of(tensor)
-        return Leaf(operand.value, tensor.detach(), source, self._state.ledger)
+        if tensor is not None:
+            source = None if self._is_constant(tensor) else sources.of(tensor)
+            leaf = Leaf(operand.value, tensor.detach(), source, self._state.ledger)
+            self._leaves[operand.value] = leaf
+        return leaf
 
 
 class _Search:
@@ -409,10 +410,9 @@ class _Search:
 
     def _node(self, operand: Operand) -> Node:
         leaf = self._maker.leaf(operand)
-        if leaf is not None:
-            is_free = leaf.source is None or _is_kept(leaf.source)
-            if is_free or operand.value.nbytes < SMALL_BYTES:
-                return leaf
+        is_small = operand.value.nbytes < SMALL_BYTES
+        if leaf is not None and (is_small or leaf.source is None or _is_kept(leaf.source)):
+            return leaf
         found = self.step(operand.value) or self._maker.coded(operand.value) or leaf
         if found is None:
             raise _UnavailableError
