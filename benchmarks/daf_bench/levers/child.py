@@ -29,7 +29,7 @@ from daf_bench.workloads.trainable import Trainable
 
 STEPS = 3  # at each budget
 OPTIMAL = "optimal"
-_CODED = frozenset({Method.ROTATED, Method.MINMAX, Method.DERIVATIVE, Method.RANGED})
+_CODED = frozenset({Method.ROTATED, Method.MINMAX, Method.DERIVATIVE})
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,13 @@ def young_left_alone() -> Iterator[None]:
     is older whenever it has grown by a quarter, took 60 ms of a step of DenseNet-121's 121 layers.
     """
     usual, *others = gc.get_threshold()
-    more = usual if usual > _MANY_YOUNG else _MORE_YOUNG * usual
-    gc.set_threshold(more, *others)
+    more, is_ours = _MORE_YOUNG * usual, usual <= _MANY_YOUNG
+    if is_ours:
+        gc.set_threshold(more, *others)
     try:
         yield
     finally:
-        if gc.get_threshold()[0] == more:  # nobody else has changed it meanwhile
+        if is_ours and gc.get_threshold()[0] == more:  # nobody else has changed it meanwhile
             gc.set_threshold(usual, *others)
 
 

@@ -320,8 +320,9 @@ class Profiler:
         """Return the times with everything kept, and of the largest of these sizes coded."""
         largest = observations[-1]
         fitting = self._fitting_kept(observations, budget_bytes)
-        is_cut = fitting and not self._choice.refusal
-        sizes = [*halvings(fitting[-1], self._choice.cut.least)] if is_cut else fitting
+        is_cut, is_long = fitting and not self._choice.refusal, largest.step_ms >= LONG_MS
+        uncut = fitting[-1:] if is_long else fitting  # a long step's time grows with its examples
+        sizes = [*halvings(fitting[-1], self._choice.cut.least)] if is_cut else uncut
 
         def fastest(policy: Policy, size: int) -> float:
             policy = self._operators.of(policy, size)

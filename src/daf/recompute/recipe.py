@@ -359,14 +359,18 @@ class RecipeMaker:
         """Return an operand as a leaf, if its memory lives and shows the same value still."""
         if not self._recorder.is_current(operand.value):
             return None
-        leaf, sources = self._leaves.get(operand.value), self._state.sources
-        tensor = None if leaf is not None else operand.tensor()
-        if leaf is None and tensor is None:
+        known = self._leaves.get(operand.value)
+        if known is not None and known.version in (-1, known.tensor._version):
+            return known
+        tensor, sources = operand.tensor(), self._state.sources
+        if tensor is None:
             kept = sources.kept_at(operand.value.address, Kept)
             tensor = None if kept is None else kept.tensor
-        if tensor is not None:
-            source = None if self._is_constant(tensor) else sources.of(tensor)
-            leaf = Leaf(operand.value, tensor.detach(), source, self._state.ledger)
+        if tensor is None:
+            return None
+        source = None if self._is_constant(tensor) else sources.of(tensor)
+        leaf = Leaf(operand.value, tensor.detach(), source, self._state.ledger)
+        if source is not None:  # constants may change where nothing sees it
             self._leaves[operand.value] = leaf
         return leaf
 

@@ -52,9 +52,8 @@ def is_treatable(tensor: Tensor) -> bool:
     """True if this is a plain strided tensor, not small, where kernels exist and no torch.func."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_strided(tensor):
         return False
-    is_odd = tensor.is_complex() or tensor.is_quantized or tensor.is_neg()
-    is_large = tensor.nbytes >= SMALL_BYTES
-    return is_large and can_code_on(tensor.device) and not (is_odd or is_transforming())
+    is_odd = tensor.is_complex() or tensor.is_quantized or tensor.is_neg() or is_transforming()
+    return not is_odd and tensor.nbytes >= SMALL_BYTES and can_code_on(tensor.device)
 
 
 def is_integer(tensor: Tensor) -> bool:

@@ -188,8 +188,8 @@ class _Measurement:
         value = float(change.sum()) / unit
         error = float(_scatter(change).square().sum().sqrt()) / unit
         # What an error does to one mean moves all gradients before it together, not each by itself.
-        independent = self._means.get(group[0].module, math.inf) if len(group) == 1 else 2
-        error = max(error, value * math.sqrt(2.0 / independent))
+        independent = self._means.get(group[0].module, math.inf) if len(group) == 1 else 0
+        error = max(error, value * math.sqrt(2.0 / max(2, independent)))
         return {site: SiteSensitivity(value, error, self._priors[site].prior) for site in group}
 
     def _squared_bias(self) -> tuple[float | None, float]:

@@ -248,13 +248,8 @@ def _has_mask(call: AttentionCall) -> bool:
     mask, shape = call.attn_mask, call.weights_shape
     if mask is None:
         return True
-    return (
-        type(mask) is Tensor
-        and not call.is_causal
-        and mask.dtype in (torch.bool, torch.float32)
-        and mask.device.type == "cpu"
-        and not mask.requires_grad
-        and 2 <= mask.dim() <= 4
-        and mask.numel() > 0
-        and all(size in (1, own) for size, own in zip(mask.shape[::-1], shape[::-1], strict=False))
-    )
+    if type(mask) is not Tensor or call.is_causal or not 2 <= mask.dim() <= 4:
+        return False
+    is_usual = mask.dtype in (torch.bool, torch.float32) and mask.device.type == "cpu"
+    fits = all(size in (1, own) for size, own in zip(mask.shape[::-1], shape[::-1], strict=False))
+    return is_usual and fits and not mask.requires_grad and mask.numel() > 0

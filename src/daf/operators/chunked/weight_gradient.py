@@ -130,13 +130,9 @@ def is_chunkable(
     x: Any, weight: Any, bias: Any, pack: Callable[..., Any], chunk_bytes: int | None = None
 ) -> bool:
     """True if the input is several chunks, all are plain, and the weight is trained."""
-    return (
-        is_plain(x)
-        and is_plain(weight)
-        and (bias is None or is_plain(bias))
-        and x.nbytes > (chunk_bytes or chunk_bytes_on(x.device))
-        and has_usual_strides(x)
-        and weight.requires_grad
-        and not torch.is_autocast_enabled(x.device.type)
-        and not autograd_objection((x, weight), pack)
-    )
+    is_known = is_plain(x) and is_plain(weight) and (bias is None or is_plain(bias))
+    if not is_known or x.nbytes <= (chunk_bytes or chunk_bytes_on(x.device)):
+        return False
+    is_usual = has_usual_strides(x) and weight.requires_grad
+    is_cast = torch.is_autocast_enabled(x.device.type)
+    return is_usual and not is_cast and not autograd_objection((x, weight), pack)
