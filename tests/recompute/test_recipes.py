@@ -339,6 +339,43 @@ class Dense(nn.Module):
         return torch.cat(features, 1)
 
 
+def test_recipes_of_a_pass_share_what_they_start_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[recipe.Leaf] = []
+
+    class Noted(recipe.Leaf):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    monkeypatch.setattr(recipe, "Leaf", Noted)
+    model = Dense()
+    with daf.compress(model, bits="exact"):
+        loss = images(model)
+    held = [each.value for each in made if each.source is not None]
+    assert len(held) == len(set(held)) > 3
+    loss.backward()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_buffer_that_changes_between_two_readings_is_each_time_what_it_was(inplace: bool) -> None:
+    class Drifting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.register_buffer("scale", torch.ones(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.one(F.relu(x * self.scale))
+            if inplace:
+                self.scale.mul_(1.5)
+            else:
+                self.scale.numpy()[:] *= 1.5  # which nothing sees
+            return first + self.two(F.relu(x * self.scale))
+
+    methods = check(Drifting(), lambda model: model(torch.ones(64, 64)).square().mean())
+    assert methods["two:linear#0[0]"] is Method.RECOMPUTE
+
+
 def test_concatenations_hold_their_parts_once() -> None:
     model = Dense()
     methods = check(model, images)
