@@ -21,6 +21,7 @@ from daf.core.policy import Method, Policy, Treatment
 from daf.memory import process_memory
 from daf.offload.spill import SpillOptions
 from daf.planning import planner
+from daf.planning.bit_widths import is_lossy
 from daf.session.plan_selector import PlanSelector
 from daf_bench.harness.peer_methods import plain_step
 from daf_bench.harness.subprocess_channel import serve
@@ -121,18 +122,21 @@ def _plans(work: Trainable, planned: Planned, budgets: list[int]) -> Iterator[di
 
 
 def policies_ms(selector: PlanSelector, budget_bytes: int) -> dict[str, float]:
-    """The predicted step of each named policy that fits, by what the session measured."""
-    found = {}
+    """The predicted step of each named policy that fits, by what the session measured.
+
+    All are searched to the end, as plans are beside training. A policy that codes whatever the
+    tolerance has none where nothing may be coded.
+    """
+    found: dict[str, float] = {}
     for name in planner.policy_names():
         constraints = replace(selector.constraints, policy=name)
         profiles = selector._planned if name == OPTIMAL else (selector._measured.own,)
         try:
-            made = planner.make_plans(
-                profiles, selector.modelled(budget_bytes), constraints, quickly=True
-            )
+            plan = planner.make_plans(profiles, selector.modelled(budget_bytes), constraints)[0]
         except BudgetError:
             continue
-        found[name] = made[0].predicted_step_ms
+        if constraints.tolerance != 0.0 or not is_lossy(plan.policy):
+            found[name] = plan.predicted_step_ms
     return found
 
 
