@@ -41,7 +41,7 @@ def known_levers() -> list[str]:
     """Every lever that there is, by the names that rows give them."""
     found = ["micro-batches", "released gradients", "replayed modules"]
     found += [f"operator {name}" for name in sorted(PLANNED_OPERATORS)]
-    for method in Method:
+    for method in (each for each in Method if each is not Method.REPLAY):  # of modules, above
         bits = _BITS.get(method, ())
         found += [f"{method} {each}" for each in bits] or [str(method)]
     return [*found, "rotated: whole", "ranged: by_channel", "on_host"]
