@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from functools import cache
 from pathlib import Path
@@ -138,6 +139,21 @@ def test_a_batch_that_surely_fits_is_measured_whole_only_if_it_grows_unevenly(
         assert session.peak_bytes <= budget
         assert session.profile is not None
         assert session.profile.grows_evenly is not bool(pairs_bytes)
+
+
+@needs_peak
+@pytest.mark.parametrize(("long_ms", "sizes"), [(0.0, [16]), (math.inf, [8, 16])])
+def test_of_a_batch_that_is_not_cut_a_long_step_is_timed_at_one_size(
+    monkeypatch: pytest.MonkeyPatch, long_ms: float, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(profiler, "LONG_MS", long_ms)
+    model, batch = convolutions(), torch.randn(64, 3, 16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with daf.Session(model, optimizer, "8GB", operators="pytorch") as session:
+        session.prepare(batch, lambda model, batch: model(batch).square().mean())
+        assert session.split_refusal
+        assert session.profile is not None
+        assert [examples for examples, _ in session.profile.micro_batch_ms] == sizes
 
 
 @cache  # what a loss function refers to would be put back

@@ -78,6 +78,7 @@ def run(
     notes = (
         f"budgets: {', '.join(f'{share:.0%}' for share in job.shares)} of plain's peak, below 100 "
         "%; what is refused is no plan",
+        "a plan takes the fused and chunked operators together, where one of them pays",
         f"a policy is as good where its plan is predicted within {NEAR - 1:.1%} of the optimum",
         *(f"{name}: {where}" for name, where in ELSEWHERE.items()),
     )

@@ -11,8 +11,8 @@ _MORE_YOUNG, _MANY_YOUNG = 64, 10_000  # times the usual number of new objects; 
 def young_left_alone() -> Iterator[None]:
     """Look for cycles among new objects more seldom inside.
 
-    What a forward pass makes lives until backward. To look at it again and again, and at all that
-    is older whenever it has grown by a quarter, took 60 ms of a step of DenseNet-121's 121 layers.
+    What a forward pass makes lives until backward. A network of many small layers makes so much
+    that it, and what is older, would be looked through again and again.
     """
     usual, *others = gc.get_threshold()
     more, is_ours = _MORE_YOUNG * usual, usual <= _MANY_YOUNG

@@ -50,10 +50,10 @@ class GradientSketcher:
             return sums
         for place, chunk in enumerate(torch.split(flat, _ROWS_AT_ONCE * self._buckets), index):
             first, flip = place % self._buckets, 1 - 2 * (mix_key(_SIGN_SEED, index, place) & 1)
-            signed = chunk.cpu() * self._signs[first : first + len(chunk)] * flip
+            signed = chunk.cpu() * self._signs[first : first + len(chunk)]
             whole = len(signed) // self._buckets * self._buckets
-            sums += signed[:whole].view(-1, self._buckets).sum(0, dtype=torch.float64)
-            sums[: len(signed) - whole] += signed[whole:]
+            sums += flip * signed[:whole].view(-1, self._buckets).sum(0, dtype=torch.float64)
+            sums[: len(signed) - whole] += flip * signed[whole:]
         return sums
 
     def gradient_sketch(self, loss: Tensor, elements: Tensor | None = None) -> Tensor:
