@@ -22,9 +22,14 @@ namespace {
 constexpr uint64_t paper_increment_bytes = 100'000'000;
 constexpr uint64_t reserve_bytes = uint64_t(1) << 36;
 
+constexpr uint32_t most_bits = 64;
+
+bool has_headers(const Operation& operation) { return operation.action == Action::allocate; }
+
 uint64_t code_bytes(const Operation& operation) {
   const uint64_t blocks = (operation.count + elements_per_block - 1) / elements_per_block;
-  return blocks * (operation.bits * block_plane_bytes + block_header_bytes);
+  const uint64_t header_bytes = has_headers(operation) ? block_header_bytes : 0;
+  return blocks * (operation.bits * block_plane_bytes + header_bytes);
 }
 
 void touch(uint8_t* memory, uint64_t bytes) {
@@ -46,13 +51,14 @@ class PoolContestant : public Contestant {
       : pool_({reserve_bytes, page_bytes, cap_bytes, increment_bytes, may_cut, false}) {}
 
   void allocate(const Operation& operation) override {
-    double importance[8];
+    double importance[most_bits];
     for (uint32_t plane = 0; plane < operation.bits; ++plane)
       importance[plane] = plane ? importance[plane - 1] / 4 : operation.importance;
-    const uint64_t handle = pool_.allocate(
-        {operation.count, int(operation.bits), int(operation.minimum_bits), true, importance, 0});
+    const uint64_t handle =
+        pool_.allocate({operation.count, int(operation.bits), int(operation.minimum_bits),
+                        has_headers(operation), importance, 0});
     handles_[operation.id] = handle;
-    touch_all(pool_.pin(handle));
+    touch_all(pool_.pin(handle), has_headers(operation));
     pool_.unpin(handle);
     pool_.unpin(handle);
   }
@@ -72,11 +78,11 @@ class PoolContestant : public Contestant {
   }
 
  private:
-  static void touch_all(const View& view) {
+  static void touch_all(const View& view, bool has_headers) {
     for (uint64_t run = 0; run < view.runs; ++run) {
       for (int plane = 0; plane < view.kept_bits(run); ++plane)
         touch(reinterpret_cast<uint8_t*>(view.plane(plane, run)), view.page_bytes);
-      *view.headers(run) = 1;
+      if (has_headers) *view.headers(run) = 1;
     }
   }
 
@@ -236,7 +242,9 @@ void replay(const std::string& name, uint64_t page_bytes, uint64_t cap_bytes,
   const std::unique_ptr<Contestant> contestant = make_contestant(name, page_bytes, cap_bytes);
   for (uint64_t i = 0; i < count; ++i) {
     const Operation& operation = operations[i];
-    if (operation.action == Action::allocate) contestant->allocate(operation);
+    const bool allocates =
+        operation.action == Action::allocate || operation.action == Action::allocate_bare;
+    if (allocates) contestant->allocate(operation);
     if (operation.action == Action::release) contestant->release(operation.id);
     samples[i] = contestant->sample();
     if (operation.action == Action::mark) samples[i].resident_bytes = contestant->resident_bytes();

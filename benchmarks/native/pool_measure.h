@@ -17,7 +17,8 @@ Costs measure_operations(uint64_t pages, uint64_t runs, int rounds, uint64_t see
 // The same for the tree alone: insert, take the least, erase any.
 Costs measure_tree(uint64_t nodes, int rounds, uint64_t seed);
 
-enum class Action : uint32_t { allocate = 0, release = 1, mark = 2 };
+// What is allocated bare has planes without headers (masks, packed integers).
+enum class Action : uint32_t { allocate = 0, release = 1, mark = 2, allocate_bare = 3 };
 
 // One step of a trace. Arrays of these and of Sample are shared with Python (daf/bench).
 struct Operation {

@@ -4,7 +4,8 @@
 (b) thousands of training-like iterations on the pool, on glibc's malloc, on a
 best-fit arena and on the paper's fixed growth; (c) growth by 100 MB against
 growth by need, under a cap; (d) a cap halved in the middle of a step, and the
-gradient that comes of it.
+gradient that comes of it; (e) a real training loop whose widths move, on all of
+these and on several sizes of page.
 """
 
 from __future__ import annotations
@@ -13,29 +14,37 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import daf_bench._native as _native
 from daf.core.code_tables import rotated_error
 from daf.pool.page_size import choose_page_bytes
 from daf.pool.paged_pool import PagedStore, PlaneTensor
 from daf_bench.harness.result import BenchResult
+from daf_bench.pool import training
 from daf_bench.pool.eviction_error import gradient_row
 from daf_bench.pool.plane_addresses import Pages
-from daf_bench.pool.traces import MARK, Operations, Shape, make_operations, play
+from daf_bench.pool.traces import (
+    CONTESTANTS,
+    GROWTH_RULES,
+    Shape,
+    growth_row,
+    make_operations,
+    play,
+    usual_cap,
+    waste_of,
+)
+from daf_bench.workloads.sources import Sources, default_sources
 
 Progress = Callable[[str], None]
 Row = dict[str, Any]
 
 _TIMED_PAGES = (1000, 3000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 _RUNS_PER_PLANE = (1, 8)  # of the two planes of every timed tensor
-_STRESSED = ("adaptive", "fixed", "best-fit", "malloc", "malloc-return")
 _PADDING_AND_TABLES = 0.005  # of the payload; the rest of 3 % is for free pages and records
-_GROWING = ("adaptive", "fixed", "fixed-cut")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +57,26 @@ class PoolJob:
     halvings: int = 7
     halved_bytes: int = 256_000_000
     gradient_seeds: int = 16
+    training_steps: int = 3000
+    is_small: bool = False  # the training loop's batch
+    sources: Sources = field(default_factory=default_sources)
 
 
 def quick_job() -> PoolJob:
     """The same in under a minute."""
-    return PoolJob(11, stress_iterations=200, growth_iterations=8, halvings=3, gradient_seeds=4)
+    few = PoolJob(11, stress_iterations=200, growth_iterations=8, halvings=3, gradient_seeds=4)
+    return replace(few, training_steps=40)
 
 
 def run(job: PoolJob, on_progress: Progress = lambda _: None) -> BenchResult:
-    """Run all four parts."""
+    """Run all five parts."""
     times = time_rows(job, on_progress)
     stress = stress_rows(job, on_progress)
     growth = growth_rows(job, on_progress)
     halved = halving_rows(job, on_progress)
     on_progress("the gradient of a step whose cap is halved")
     gradient = gradient_row(job.gradient_seeds)
+    trained = training.rows_of(job.training_steps, job.sources, on_progress, is_small=job.is_small)
     largest = [row for row in times if row["live"] == max(_TIMED_PAGES)]
     ours, fixed, _ = growth
     figures = {
@@ -74,9 +88,20 @@ def run(job: PoolJob, on_progress: Progress = lambda _: None) -> BenchResult:
         "evictions_vs_fixed_increment": ours["evicted_pages"] / max(1, fixed["evicted_pages"]),
         "cap_halved_ms": max(row["ms"] for row in halved),
         "halved_gradient_error_vs_predicted": gradient["measured_over_predicted"],
+        **_of_training(trained),
     }
-    rows = [*times, *stress, *growth, *halved, gradient]
+    rows = [*times, *stress, *growth, *halved, gradient, *trained]
     return BenchResult("pool", rows, figures, _NOTES)
+
+
+def _of_training(rows: list[Row]) -> dict[str, float]:
+    own = rows[0]
+    evicted = {row["rule"]: row["evicted_pages"] for row in rows if row["what"] == "growth"}
+    return {
+        "training_effective_over_theoretical_worst": own["worst_at_peaks"],
+        "training_effective_over_theoretical_drift": own["last_tenth"] - own["first_tenth"],
+        "training_evictions_vs_fixed_increment": evicted["adaptive"] / max(1, evicted["fixed"]),
+    }
 
 
 _NOTES = (
@@ -89,6 +114,8 @@ _NOTES = (
     "cap_halved_ms: the slowest of all halvings, memory returned to the system included",
     "halved_gradient_error_vs_predicted: growth of the gradient's squared error when the cap is "
     "halved between forward and backward / what the planes lost foretell",
+    "training_*: ResNet-20's steps with widths that move by a bit at a fifth of the sites after "
+    "each; worst and drift where forward passes end, in the loop's own pool",
 )
 
 
@@ -134,38 +161,13 @@ def stress_rows(job: PoolJob, on_progress: Progress) -> list[Row]:
     operations, tensors = make_operations(Shape(job.stress_iterations))
     page_bytes = choose_page_bytes(tensors, waste=_PADDING_AND_TABLES)
     rows = []
-    for contestant in _STRESSED:
+    for contestant in CONTESTANTS:
         on_progress(f"{job.stress_iterations:,} iterations on {contestant}")
         samples, seconds = play(contestant, page_bytes, None, operations)
-        row = _stress_row(operations, samples)
+        row = waste_of(operations, samples)
         rows.append({"part": "stress", "contestant": contestant, "seconds": seconds, **row})
     rows[0]["page_bytes"] = page_bytes
     return rows
-
-
-def _stress_row(operations: Operations, samples: Operations) -> Row:
-    payload = samples["payload_bytes"].astype(np.float64)
-    held = np.maximum(samples["held_bytes"].astype(np.float64), 1)
-    marks = operations["action"] == MARK
-    peak = float(payload[marks].mean())
-    ratio = payload / held
-    at_marks = ratio[marks]
-    tenth = max(1, len(at_marks) // 10)
-    return {
-        "peak_payload_bytes": peak,
-        "worst": float(ratio[payload >= peak / 2].min()),
-        "worst_at_peaks": float(at_marks.min()),
-        "worst_from_tenth_of_peak": float(ratio[payload >= peak / 10].min()),
-        "mean_at_peaks": float(at_marks.mean()),
-        "first_tenth": float(at_marks[:tenth].mean()),
-        "last_tenth": float(at_marks[-tenth:].mean()),
-        "worst_resident": _worst_resident(payload[marks], samples["resident_bytes"][marks]),
-    }
-
-
-def _worst_resident(payload: NDArray[np.float64], resident: NDArray[np.uint64]) -> float:
-    """The same with what the system says is in memory."""
-    return float((payload / np.maximum(resident.astype(np.float64), 1)).min())
 
 
 # --- (c) growth -----------------------------------------------------------------------------
@@ -176,25 +178,12 @@ def growth_rows(job: PoolJob, on_progress: Progress) -> list[Row]:
     large = Shape(job.growth_iterations, least_count=2**19, most_count=2**26, minimum_bits=1)
     operations, tensors = make_operations(large)
     page_bytes = choose_page_bytes(tensors)
-    free, _ = play("adaptive", page_bytes, None, operations)
-    marks = operations["action"] == MARK
-    cap = int(1.1 * free["payload_bytes"][marks].mean())
+    cap = usual_cap(page_bytes, operations)
     rows = []
-    for rule in _GROWING:
+    for rule in GROWTH_RULES:
         on_progress(f"growth: {rule}")
         samples, seconds = play(rule, page_bytes, cap, operations)
-        rows.append(
-            {
-                "part": "growth",
-                "rule": rule,
-                "cap_bytes": cap,
-                "page_bytes": page_bytes,
-                "evicted_pages": int(samples["evicted_pages"][-1]),
-                "mean_held_bytes": float(samples["held_bytes"].mean()),
-                "peak_held_bytes": int(samples["held_bytes"].max()),
-                "seconds": seconds,
-            }
-        )
+        rows.append({"part": "growth"} | growth_row(rule, page_bytes, cap, samples, seconds))
     return rows
 
 

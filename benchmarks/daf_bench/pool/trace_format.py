@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ from daf.pool.store import PlaneOptions, Planes, Store
 from daf.pool.views import EvictedPlane, PlaneView
 
 Event = dict[str, Any]
+Writes = Callable[[Event], None]
 
 
 class TraceWriter:
@@ -72,7 +73,7 @@ class TraceWriter:
         self.close()
 
 
-def record(store: PagedStore, writer: TraceWriter) -> None:
+def record(store: PagedStore, writer: Writes) -> None:
     """Write down every operation of a pool from now on."""
     store.native = RecordedPool(store.native, writer)
 
@@ -80,7 +81,7 @@ def record(store: PagedStore, writer: TraceWriter) -> None:
 class RecordedPool:
     """The native pool, with what it is asked for written down."""
 
-    def __init__(self, native: Any, writer: TraceWriter) -> None:
+    def __init__(self, native: Any, writer: Writes) -> None:
         self._native = native
         self._writer = writer
         self._pins: Counter[int] = Counter()  # of tensors that are not sealed yet

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,10 @@ from numpy.typing import NDArray
 import daf_bench._native as _native
 from daf_bench.pool import trace_player
 
-ALLOCATE, RELEASE, MARK = 0, 1, 2  # benchmarks/native/pool_measure.h: Action
+# benchmarks/native/pool_measure.h: Action; what is bare has no headers.
+ALLOCATE, RELEASE, MARK, BARE = range(4)
+CONTESTANTS = ("adaptive", "fixed", "best-fit", "malloc", "malloc-return")
+GROWTH_RULES = ("adaptive", "fixed", "fixed-cut")
 Operations = NDArray[np.void]  # of pool_player.OPERATION, or of SAMPLE
 
 
@@ -93,3 +97,51 @@ def play(
         command += [str(page_bytes), str(cap_bytes or 0), str(given), str(wanted)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         return np.load(wanted), float(done.stdout)
+
+
+def waste_of(operations: Operations, samples: Operations) -> dict[str, float]:
+    """Payload over held bytes at the worst moments, on the mean, and early and late."""
+    payload = samples["payload_bytes"].astype(np.float64)
+    held = np.maximum(samples["held_bytes"].astype(np.float64), 1)
+    marks = operations["action"] == MARK
+    peak = float(payload[marks].mean())
+    ratio = payload / held
+    at_marks = ratio[marks]
+    tenth = max(1, len(at_marks) // 10)
+    return {
+        "peak_payload_bytes": peak,
+        "worst": float(ratio[payload >= peak / 2].min()),
+        "worst_at_peaks": float(at_marks.min()),
+        "worst_from_tenth_of_peak": float(ratio[payload >= peak / 10].min()),
+        "mean_at_peaks": float(at_marks.mean()),
+        "first_tenth": float(at_marks[:tenth].mean()),
+        "last_tenth": float(at_marks[-tenth:].mean()),
+        "worst_resident": _worst_resident(payload[marks], samples["resident_bytes"][marks]),
+    }
+
+
+def _worst_resident(payload: NDArray[np.float64], resident: NDArray[np.uint64]) -> float:
+    """The same with what the system says is in memory."""
+    return float((payload / np.maximum(resident.astype(np.float64), 1)).min())
+
+
+def usual_cap(page_bytes: int, operations: Operations) -> int:
+    """A tenth more than what the passes' ends hold on the mean."""
+    free, _ = play("adaptive", page_bytes, None, operations)
+    marks = operations["action"] == MARK
+    return int(1.1 * free["payload_bytes"][marks].mean())
+
+
+def growth_row(
+    rule: str, page_bytes: int, cap_bytes: int, samples: Operations, seconds: float
+) -> dict[str, Any]:
+    """Evictions, bytes held and time of one rule of growth."""
+    return {
+        "rule": rule,
+        "cap_bytes": cap_bytes,
+        "page_bytes": page_bytes,
+        "evicted_pages": int(samples["evicted_pages"][-1]),
+        "mean_held_bytes": float(samples["held_bytes"].mean()),
+        "peak_held_bytes": int(samples["held_bytes"].max()),
+        "seconds": seconds,
+    }
