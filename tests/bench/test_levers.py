@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -80,6 +81,7 @@ def test_levers_are_counted_by_plans_and_what_is_never_pulled_is_counted_too() -
 @pytest.mark.thorough
 def test_a_workload_is_planned_within_its_budgets() -> None:
     job = LeversJob(("w6",), shares=(0.95, 0.05, 0.01), tolerances=(0.0,), is_small=True)
+    job = replace(job, without_ours=False)
     (found,) = run(job).rows
     fits, *refused = found["plans"]
     assert fits["peak_bytes"] <= fits["budget_bytes"] < found["plain_peak_bytes"]

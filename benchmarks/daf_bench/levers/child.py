@@ -22,6 +22,7 @@ from daf.memory import process_memory
 from daf.offload.spill import SpillOptions
 from daf.planning import planner
 from daf.planning.bit_widths import is_lossy
+from daf.session.arguments import Operators
 from daf.session.plan_selector import PlanSelector
 from daf_bench.harness.peer_methods import plain_step
 from daf_bench.harness.subprocess_channel import serve
@@ -35,12 +36,13 @@ _CODED = frozenset({Method.ROTATED, Method.MINMAX, Method.DERIVATIVE})
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What one process plans; ``tolerance``: None is the default."""
+    """What one process plans; ``tolerance``: None is the default; ``operators``: a session's."""
 
     workload: str
     folder: str | None
     is_small: bool
     tolerance: float | None = None
+    operators: Operators = "auto"
 
 
 def levers_of(plan: Plan, examples: int) -> dict[str, int]:
@@ -91,6 +93,7 @@ def _plans(work: Trainable, planned: Planned, budgets: list[int]) -> Iterator[di
             work.optimizer,
             budgets[0],
             tolerance=planned.tolerance,
+            operators=planned.operators,
             release_gradients="auto",
             spill=SpillOptions(folder, allow_memory=True),
             cache=False,

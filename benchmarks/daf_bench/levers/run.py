@@ -1,7 +1,7 @@
 """``daf bench levers``: of each treatment, its fields and each policy, where a plan chooses it.
 
-Every workload is measured once by default and once exactly (a tolerance of 0), and planned at five
-budgets, with all allowed that a user must allow. What conformance has shown to act is beside it.
+Every workload is measured by default, exactly (a tolerance of 0) and with PyTorch's own operators,
+and planned at five budgets, with all allowed that a user must allow.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from daf.core.policy import PLANNED_OPERATORS, Method
 from daf.planning.planner import policy_names
+from daf.session.arguments import Operators
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.row_log import Row, RowLog
 from daf_bench.harness.subprocess_channel import Child, ContestantError
@@ -49,18 +50,22 @@ def known_levers() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class LeversJob:
-    """``shares`` of plain's peak are the budgets; ``tolerances``: None is the default."""
+    """``shares`` of plain's peak are the budgets; ``tolerances``: None is the default.
+
+    ``without_ours``: are PyTorch's operators asked for once, too?
+    """
 
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     shares: tuple[float, ...] = (0.75, 0.5, 0.35, 0.25, 0.2)
     tolerances: tuple[float | None, ...] = (None, 0.0)
+    without_ours: bool = True
     is_small: bool = False
     sources: Sources = field(default_factory=default_sources)
 
 
 def quick_job() -> LeversJob:
     """Small inputs of one workload at two budgets: under a minute."""
-    return LeversJob(("w6",), shares=(0.95, 0.9), is_small=True)
+    return LeversJob(("w6",), shares=(0.95, 0.9), without_ours=False, is_small=True)
 
 
 def run(
@@ -68,13 +73,14 @@ def run(
 ) -> BenchResult:
     """Run it, going on where ``rows_file`` ends."""
     described = {**asdict(replace(job, sources=Sources())), "sources": job.sources.described()}
-    del described["workloads"]  # later runs may ask for more
+    del described["workloads"], described["without_ours"]  # later runs may ask for more
     log = RowLog(rows_file, described)
-    points = [(name, tolerance) for name in job.workloads for tolerance in job.tolerances]
-    for place, (name, tolerance) in enumerate(points):
-        what = f"{name}, {'exact' if tolerance == 0.0 else 'by default'}"
+    points = [(name, *way) for way in _ways(job) for name in job.workloads]
+    for place, (name, tolerance, operators) in enumerate(points):
+        usual = "exact" if tolerance == 0.0 else "by default"
+        what = f"{name}, {usual if operators == 'auto' else 'PyTorch operators'}"
         on_progress(what, place, len(points))
-        log.row(what, lambda: _row(job, name, tolerance))  # noqa: B023
+        log.row(what, lambda: _row(job, name, tolerance, operators))  # noqa: B023
     notes = (
         f"budgets: {', '.join(f'{share:.0%}' for share in job.shares)} of plain's peak, below 100 "
         "%; what is refused is no plan",
@@ -85,23 +91,29 @@ def run(
     return BenchResult("levers", log.rows, figures_of(log.rows), notes)
 
 
-def _row(job: LeversJob, name: str, tolerance: float | None) -> Row:
-    row: Row = {"workload": name, "tolerance": tolerance}
+def _ways(job: LeversJob) -> list[tuple[float | None, Operators]]:
+    """Tolerances and whose operators: everything else is allowed in any case."""
+    ways: list[tuple[float | None, Operators]] = [
+        (tolerance, "auto") for tolerance in job.tolerances
+    ]
+    return [*ways, (None, "pytorch")] if job.without_ours else ways
+
+
+def _row(job: LeversJob, name: str, tolerance: float | None, operators: Operators) -> Row:
+    row: Row = {"workload": name, "tolerance": tolerance, "operators": operators}
+    folder = None if job.sources.folder is None else str(job.sources.folder)
+    planned = Planned(name, folder, job.is_small, tolerance, operators)
     try:
-        peak_bytes = _asked(job, name, tolerance, "plain")["peak_bytes"]
+        peak_bytes = _asked(planned, "plain")["peak_bytes"]
         budgets = [int(share * peak_bytes) for share in job.shares]
-        found = _asked(job, name, tolerance, "plans", *budgets)
+        found = _asked(planned, "plans", *budgets)
     except ContestantError as error:
         return row | {"failed": str(error), "plans": []}
     return row | {"plain_peak_bytes": peak_bytes, "shares": list(job.shares)} | found
 
 
-def _asked(
-    job: LeversJob, name: str, tolerance: float | None, command: str, *words: int
-) -> dict[str, Any]:
-    folder = None if job.sources.folder is None else str(job.sources.folder)
-    planned = Planned(name, folder, job.is_small, tolerance)
-    child = Child("daf_bench.levers.child", asdict(planned), f"plans of {name}")
+def _asked(planned: Planned, command: str, *words: int) -> dict[str, Any]:
+    child = Child("daf_bench.levers.child", asdict(planned), f"plans of {planned.workload}")
     try:
         return child.ask(command, *words)
     finally:
