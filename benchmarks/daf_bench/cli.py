@@ -57,6 +57,7 @@ from daf_bench.memory import survival as survival_bench
 from daf_bench.memory.allocator_plot import draw_trade
 from daf_bench.memory.pressure_plot import draw_pressure
 from daf_bench.offload import run as pack_bench
+from daf_bench.offload import shared_memory
 from daf_bench.offload.plot import draw_pack
 from daf_bench.operators import run as operators_bench
 from daf_bench.operators import speed as operator_speed
@@ -359,9 +360,22 @@ def accuracy_command(
 
 @app.command("pack")
 def pack_command(
-    picture: PictureOption = None, quick: QuickOption = False, as_json: JsonOption = False
+    device: Annotated[
+        str, typer.Option(metavar="cuda|cpu", help="cpu: another core packs, in one memory.")
+    ] = "cuda",
+    picture: PictureOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Pack beside a GPU's forward pass: by the GPU, by the processor, and by both."""
+    """Pack beside a forward pass: a GPU's, by GPU and processor; the processor's, by a helper."""
+    if device == "cpu":
+        if picture is not None:
+            raise typer.BadParameter("--device cpu has no picture; ask for one of the two")
+        shared = shared_memory.quick_job() if quick else shared_memory.SharedJob()
+        measure(partial(shared_memory.run, shared), as_json=as_json)
+        return
+    if device != "cuda":
+        raise typer.BadParameter(f"asked for --device {device}; there are cuda and cpu")
     job = pack_bench.quick_job() if quick else pack_bench.PackJob()
     measure(partial(pack_bench.run, job), as_json=as_json, draw=draw_pack, picture=picture)
 
