@@ -66,6 +66,28 @@ WITHIN_A_BUDGET = """
         print(held_bytes, session.peak_bytes, session.budget_bytes)
 """
 
+PREPARED = """
+    batch = torch.randn(256, 3, 16, 16), torch.arange(256) % 10
+
+    def loss_fn(model, batch):
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def solver_bytes():
+        kilobytes, is_solver = 0, False
+        for line in open("/proc/self/smaps"):
+            fields = line.split()
+            if "-" in fields[0] and not fields[0].endswith(":"):
+                is_solver = "highspy" in fields[-1]
+            elif is_solver and fields[0] == "Rss:":
+                kilobytes += int(fields[1])
+        return 1024 * kilobytes
+
+    held_bytes = process_memory.resident_bytes()
+    with Session(model, optimizer, held_bytes + 2_000_000, cache=False) as session:
+        session.prepare(batch, loss_fn)
+        print(session.plan.policy.name, solver_bytes())
+"""
+
 
 def run(code: str, *arguments: str) -> list[str]:
     command = [sys.executable, "-c", textwrap.dedent(NETWORK + code), *arguments]
@@ -84,6 +106,12 @@ def test_steps_read_again_what_they_run_and_train_on_as_before() -> None:
 def test_a_session_trains_in_less_than_the_process_held_before_it() -> None:
     held, peak, budget = map(int, run(WITHIN_A_BUDGET))
     assert peak <= budget < held
+
+
+def test_the_solvers_code_does_not_stay_for_steps() -> None:
+    policy, solver = run(PREPARED)
+    assert policy == "optimal"
+    assert 0 < int(solver) < MB
 
 
 def test_pages_that_the_linker_has_written_into_stay(tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ class PlanController(Resumable):
                 profiles = smallest.changed(lambda each: replace(each, micro_batch_ms=timed))
                 plan = self._begun(context, profiles, budget_bytes)
             self.keeper.flush()  # what planning held
+            self.keeper.drop_code()  # and the solver's code, which steps do not run
             return self._adopt(plan)
         except BaseException:  # no plan fits, or an interrupt: without a plan nothing is bounded
             self.keeper.close()
