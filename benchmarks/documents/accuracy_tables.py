@@ -88,6 +88,8 @@ def accuracy_table(task: str, rows: list[dict[str, Any]], figures: dict[str, flo
         ]
         lines.append(f"| {policy} | {seeds} | {' | '.join(cells)} |")
     lines.append("")
+    for policy in policies:
+        lines += _behind(f"{task}/{policy}", figures) + _evicted(f"{task}/{policy}", figures)
     for key in (
         "saved_ratio_within_half_point",
         "bytes_vs_best_baseline",
@@ -96,6 +98,25 @@ def accuracy_table(task: str, rows: list[dict[str, Any]], figures: dict[str, flo
         if f"{task}/{key}" in figures:
             lines += [f"{task}, {key.replace('_', ' ')}: **{figures[f'{task}/{key}']:.3g}**.", ""]
     return lines
+
+
+def _behind(name: str, figures: dict[str, float]) -> list[str]:
+    """How far a policy is behind plain's with the same seeds, where there are enough."""
+    if f"{name}/behind_plain" not in figures:
+        return []
+    ends = (f"{figures[f'{name}/behind_plain_{end}']:.2f}" for end in ("low", "high"))
+    return [
+        f"{name.replace('/', ', ')}: behind plain by **{figures[f'{name}/behind_plain']:.2f}** "
+        f"({' to '.join(ends)}, 95 %, {figures[f'{name}/behind_plain_seeds']:.0f} seeds).",
+        "",
+    ]
+
+
+def _evicted(name: str, figures: dict[str, float]) -> list[str]:
+    if f"{name}/evicted_share" not in figures:
+        return []
+    share = figures[f"{name}/evicted_share"]
+    return [f"{name.replace('/', ', ')}: {share:.0%} of its codes go in every second step.", ""]
 
 
 def number(value: float | None) -> str:

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf_bench.accuracy.bias_estimate import measure_bias
 from daf_bench.accuracy.policies import Example, make_policy
 from daf_bench.accuracy.tasks import Effort
+from daf_bench.bias.estimate import measure_bias
 
 POLICIES = (
     *("rotated-1", "rotated-2", "rotated-4", "minmax-2", "minmax-4"),

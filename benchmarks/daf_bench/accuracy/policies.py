@@ -8,6 +8,7 @@ weights too, which otherwise have eight bits),
 energy of a block for its range, in which blocks of Gaussian values are proportional.
 ``planned``: by measured sensitivity the fewest bytes within the default tolerance, as a plan takes
 them that has no room to spare.
+``falling-KIND``: four bits, of which half goes in every second step (``falling``).
 ``tensor-B`` and ``channel-B`` are min-max codes of one width whose range is the whole tensor's or
 each channel's, as DAF was published (arXiv 2507.07149).
 ``alam-B`` codes means of two neighbours (of four below one bit) in min-max codes of B bits
@@ -60,6 +61,7 @@ from daf_bench.accuracy.bit_allocation import (
     least_bytes,
     least_variance,
 )
+from daf_bench.accuracy.falling import FALLING, KINDS, UNIFORM, falling_policy
 
 _VALUE_NEEDS = (Need.LINEAR, Need.NORM, Need.PRODUCT)
 _OWN_CODES = (Method.ROTATED, Method.MINMAX, Method.DERIVATIVE)
@@ -106,6 +108,8 @@ def make_policy(name: str, example: Example) -> Policy:
         return plain_policy()
     if name == PLANNED:
         return replace(_planned(example), name=name, rederive=example.rederive)
+    if name.startswith(FALLING):
+        return replace(_falling(name.removeprefix(FALLING), example), name=name)
     if name.startswith(FUSED):
         chunked = replace(example, chunked=True)
         return with_fused_operators(
@@ -122,7 +126,8 @@ def make_policy(name: str, example: Example) -> Policy:
     least = _LEAST_AVERAGED if kind == "alam" else 1
     if kind not in _MAKERS or not least <= bits <= 8 or (kind in _WHOLE and bits != int(bits)):
         raise UnknownNameError(
-            f"unknown policy {name!r}; known: {PLANNED}, {', '.join(POLICY_FORMS)} with B from 1 "
+            f"unknown policy {name!r}; known: {PLANNED}, {', '.join(FALLING + k for k in KINDS)}, "
+            f"{', '.join(POLICY_FORMS)} with B from 1 "
             f"to 8, whole for one width everywhere (alam: {_LEAST_AVERAGED} to 4)"
         )
     return replace(_MAKERS[kind](bits, example), name=name, rederive=example.rederive)
@@ -130,6 +135,8 @@ def make_policy(name: str, example: Example) -> Policy:
 
 def is_refitted(name: str) -> bool:
     """Is the policy of that name fitted to a model?"""
+    if name.startswith(FALLING):
+        return name != FALLING + UNIFORM
     return name.removeprefix(FUSED).removeprefix(APART).partition("-")[0] in _REFITTED
 
 
@@ -176,6 +183,14 @@ def _planned(example: Example) -> Policy:
     found = allocated_sites(example)
     chosen = least_bytes(found.sites, DEFAULT_TOLERANCE * found.batch_variance)
     return _with_sites(coded_policy(1), chosen.treatments)
+
+
+def _falling(kind: str, example: Example) -> Policy:
+    if kind not in KINDS:
+        known = ", ".join(FALLING + each for each in KINDS)
+        raise UnknownNameError(f"unknown policy {FALLING + kind!r}; there are {known}")
+    weights = {} if kind == UNIFORM else _sensitivity(example, coded_policy(2)).weights()
+    return falling_policy(kind, weights)
 
 
 class AllocatedSites(NamedTuple):

@@ -21,6 +21,7 @@ from daf.operators.chunked.weight_gradient import CHUNK_BYTES
 from daf.profiling.optimizer_probe import divides_by_gradients
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.step.microbatch import LossFunction, likely_cut
+from daf_bench.accuracy.falling import FALLING, FallingCap
 from daf_bench.accuracy.policies import Example, is_refitted, make_policy
 
 PART = 8
@@ -58,9 +59,16 @@ class Follower:
         self._loss_fn = loss_fn
         self.is_relative = divides_by_gradients(optimizer)
         self._fit_steps = fit_steps(steps)
-        self._noise_steps = {*self._fit_steps, steps - 1} if name != "plain" else set()
         self._policy = plain_policy()
         self._coded: Any = None
+        self._cap = FallingCap() if name.startswith(FALLING) else None
+        is_told = name != "plain" and self._cap is None  # what is evicted, no formula tells
+        self._noise_steps = {*self._fit_steps, steps - 1} if is_told else set()
+
+    @property
+    def evicted_share(self) -> float | None:
+        """The share of codes that a falling cap evicts; None where none falls."""
+        return self._cap and self._cap.evicted_share
 
     def policy_for(self, step: int, batch: Any, seed: int) -> Any:
         """The context that a step runs in."""
@@ -70,7 +78,14 @@ class Follower:
             self.fitted_ms += 1000 * (time.perf_counter() - start_s)
             self.fits += 1
             self._coded = compress(self._model, policy=self._policy, seed=seed + 7919 * step)
+        if self._cap is not None:
+            self._cap.rise(self._coded)
         return self._coded
+
+    def after_forward(self, step: int) -> None:
+        """Lower the pool's cap, where that is what is tried."""
+        if self._cap is not None:
+            self._cap.fall(step, self._coded)
 
     def note_noise(self, step: int, batch: Any) -> None:
         """Measure what the codes of the last step add, if it is time to and can be told."""

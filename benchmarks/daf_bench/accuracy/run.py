@@ -117,6 +117,7 @@ _NOTES = (
     "ends of its interval of 95 % (Student's t), where there are eight seeds or more",
     "added_noise: (step, variance that codes added over the batch's own), measured while training; "
     "noise_is_relative: of steps that divide by gradients, not of the gradient (AdamW)",
+    "evicted_share: of the codes' bytes, in the steps in which a falling cap evicts planes",
 )
 
 
@@ -150,6 +151,7 @@ def train_once(task: AccuracyTask, policy_name: str, seed: int, effort: Effort) 
         prepared.optimizer.zero_grad()
         with coded:
             loss = mean_loss(loss_fn(model, batch))
+        follower.after_forward(step)
         losses.append(float(loss.detach()))
         if divergence.note(step, losses[-1]) in (Action.ROLL_BACK, Action.STOP):
             diverged_at = step if diverged_at is None else diverged_at
@@ -183,6 +185,7 @@ def train_once(task: AccuracyTask, policy_name: str, seed: int, effort: Effort) 
         "added_noise": follower.noise,
         "noise_is_relative": follower.is_relative,
         "diverged_at": diverged_at,
+        "evicted_share": follower.evicted_share,
         "data_order": order.hexdigest(),
     }
 
@@ -309,6 +312,9 @@ def _noise_figures(name: str, group: list[Row]) -> dict[str, float]:
     """The worst added noise seen, and for DAF's own allocation what measuring it took."""
     noises = [noise for row in group for _, noise in row.get("added_noise") or () if noise]
     found = {f"{name}/added_noise": max(noises)} if noises else {}
+    evicted = [row["evicted_share"] for row in group if row.get("evicted_share") is not None]
+    if evicted:
+        found[f"{name}/evicted_share"] = statistics.mean(evicted)
     # By the median step, so that a machine that was halted does not make measuring look cheap.
     trained = sum(row["steps"] * row["step_ms"] for row in group)
     if "allocated-" in name and trained:

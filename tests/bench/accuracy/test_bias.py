@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from daf_bench.accuracy.bias_estimate import measure_bias
 from daf_bench.accuracy.policies import Example, make_policy
+from daf_bench.bias.estimate import measure_bias
 from small_jobs import cross_entropy, mixed_batch, mixed_network
 from torch import Tensor, nn
 
