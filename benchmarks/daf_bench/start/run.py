@@ -50,6 +50,7 @@ def run(
 ) -> BenchResult:
     """Run it, going on where ``rows_file`` ends."""
     described = {**asdict(replace(job, sources=Sources())), "sources": job.sources.described()}
+    del described["workloads"]  # later runs may ask for more
     log = RowLog(rows_file, described)
     points = [(name, share) for name in job.workloads for share in job.shares]
     for place, (name, share) in enumerate(points):
