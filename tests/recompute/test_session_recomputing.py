@@ -373,3 +373,34 @@ def test_a_budget_without_room_for_any_step_names_a_least_that_has_recipes() -> 
         least = roomy.least_feasible_bytes()
     assert least is not None
     assert named - resident <= 1.1 * (least - resident)  # without recipes a third more
+
+
+class Heavy(nn.Sequential):
+    """Products alone, which no recipe runs again."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4)))
+
+
+def test_a_budget_without_room_for_any_step_names_a_least_that_has_replays() -> None:
+    batch = torch.randn(64, 16, 32, 32), torch.zeros(0)
+
+    def energy(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch[0]).square().mean()
+
+    return_what_earlier_tests_held()
+    terms: dict[str, Any] = {"tolerance": 0.0, "operators": "pytorch", "split": False}
+    model, resident = nn.Sequential(*(Heavy() for _ in range(4))), process_memory.resident_bytes()
+    with pytest.raises(BudgetError) as refused:
+        Session(model, sgd(model), resident + MIB, cache=False, **terms).prepare(batch, energy)
+    named = refused.value.least_bytes
+    assert named is not None
+    with Session(model, sgd(model), named, cache=False, **terms) as within:
+        within.prepare(batch, energy)
+        assert within.plan is not None
+        assert within.plan.policy.replayed
+    with Session(model, sgd(model), named + 2**25, cache=False, **terms) as roomy:
+        roomy.prepare(batch, energy)
+        least = roomy.least_feasible_bytes()
+    assert least is not None
+    assert named - resident <= 1.3 * (least - resident)  # without replays half as much again

@@ -369,10 +369,11 @@ class Profiler:
         """Prove on the smallest step which calls may be replayed, with what room there is."""
         examples, count = context.info.examples, smallest.examples
         part = context.first(count)
-        # Neither codes nor gradients exist meanwhile.
-        room = budget_bytes - int(self._expected(smallest, count)) + smallest.held_bytes
+        expected = self._expected(smallest, count)  # neither codes nor gradients exist meanwhile
+        bound_bytes = self._bound_bytes if expected > budget_bytes else budget_bytes
+        room = bound_bytes - expected + smallest.held_bytes
         limits = ProofLimits(
-            None if room >= 2 * smallest.plain_bytes else max(0, room),
+            None if room >= 2 * smallest.plain_bytes else max(0, int(room)),
             most_ms(count, examples, Affine.through(times).at(examples)),
         )
         start_s = time.perf_counter()
