@@ -53,12 +53,16 @@ class Leaf:
     tensor: Tensor
     source: Source | None
     ledger: Ledger
+    is_given: bool = False  # by the program, and no parameter
     version: int = -1
     holding: Holding | None = None
+    content: Fingerprint | None = None  # of a large one that NumPy, say, may write unseen
 
     def hold(self) -> None:
         """Hold the tensor; of a small constant, which may change before backward, a copy."""
         self.version = self.tensor._version
+        if self.is_given and self.value.nbytes > MOST_COPIED_BYTES:
+            self.content = Fingerprint.whole(self.tensor)
         if self.source is not None:
             self.holding = kept_holding(self.source, self.ledger)
         elif self.value.nbytes <= MOST_COPIED_BYTES:
@@ -77,7 +81,8 @@ class Leaf:
 
     def compute(self, _results: _Results) -> Tensor:
         """Return the tensor; SavedTensorError if it has changed."""
-        if self.tensor._version != self.version:
+        before, is_same = self.content, self.tensor._version == self.version
+        if not is_same or (before and bool(Fingerprint.whole(self.tensor).differs(before))):
             raise SavedTensorError(
                 f"a tensor {list(self.tensor.shape)} from which a saved one is computed again was "
                 "changed in place between forward and backward, where DAF does not see it; clone "
@@ -176,14 +181,8 @@ class Recomputed(PackedTensor):
     """A saved tensor that its recipe computes again."""
 
     __slots__ = (
-        "_fingerprint",
-        "_geometry",
-        "_ledger",
-        "_made",
-        "_place",
-        "_readers",
-        "_site",
-        "step",
+        *("_fingerprint", "_geometry", "_ledger", "_made"),
+        *("_place", "_readers", "_site", "step"),
     )
 
     def __init__(
@@ -369,7 +368,8 @@ class RecipeMaker:
         if tensor is None:
             return None
         source = None if self._is_constant(tensor) else sources.of(tensor)
-        leaf = Leaf(operand.value, tensor.detach(), source, self._state.ledger)
+        is_given = tensor.grad_fn is None and not isinstance(tensor, torch.nn.Parameter)
+        leaf = Leaf(operand.value, tensor.detach(), source, self._state.ledger, is_given)
         if source is not None:  # constants may change where nothing sees it
             self._leaves[operand.value] = leaf
         return leaf

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -101,7 +101,8 @@ class ValueRecorder(DispatchMode):
         start_s, keywords = time.perf_counter(), kwargs or {}
         if self.is_paused:
             return func(*args, **keywords)
-        for each in _written(func, args, keywords) if func._schema.is_mutable else ():
+        is_mutable = func._schema.is_mutable or (func._schema.name in _UPDATING and args[5])
+        for each in _written(func, args, keywords) if is_mutable else ():
             if is_strided(each):
                 self.value_of(each).before_write()
         begun_s = time.perf_counter()
@@ -143,10 +144,9 @@ class ValueRecorder(DispatchMode):
             # Its statistics, which backward keeps, are not made again: running ones would be
             # updated once more.
             maker, nest, made = normalised, ((*arguments[:3], *made[1:]), {}), made[:1]
+            self._forget(_written(function, arguments, keywords))
         if maker is None or not all(map(_is_plain, tensors_in_batch(nest))):
-            for each in (*tensors_in_batch(result), *_written(function, arguments, keywords)):
-                if is_strided(each):
-                    self._values.pop(each.untyped_storage()._cdata, None)
+            self._forget((*tensors_in_batch(result), *_written(function, arguments, keywords)))
             return
         operands: Any = map_nest(Tensor, self.operand, nest)
         operation = Operation(maker, operands, sum(map(bytes_of, tensors_in_batch(made))))
@@ -158,7 +158,13 @@ class ValueRecorder(DispatchMode):
                     value.operation, value.output = operation, place
                     value.geometry = Geometry.of(each)
 
+    def _forget(self, tensors: Iterable[Tensor]) -> None:
+        for each in filter(is_strided, tensors):
+            self._values.pop(each.untyped_storage()._cdata, None)
 
+
+# In training they write running statistics (arguments 3 and 4), of which no schema tells.
+_UPDATING = {f"aten::{name}_batch_norm" for name in ("native", "cudnn", "miopen")}
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
 
 
@@ -182,13 +188,14 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _written(function: Any, arguments: Any, keywords: Any) -> Iterator[Tensor]:
-    for place, name in _written_places(function):
-        given = arguments[place] if place < len(arguments) else keywords.get(name)
-        yield from tensors_in_batch(given)
+    for at, name in _written_places(function):
+        yield from tensors_in_batch(arguments[at] if at < len(arguments) else keywords.get(name))
 
 
 @lru_cache(maxsize=4096)
 def _written_places(function: Any) -> list[tuple[int, str]]:
+    if function._schema.name in _UPDATING:
+        return [(3, "running_mean"), (4, "running_var")]
     places = enumerate(function._schema.arguments)
     return [(at, e.name) for at, e in places if e.alias_info is not None and e.alias_info.is_write]
 
