@@ -36,6 +36,7 @@ FUNCTIONS = {
     "torch._C._functions",
     "torch._C._functorch.get_unwrapped",
     "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.is_legacy_batchedtensor",
     "torch._C._functorch.maybe_current_level",
     "torch._C._len_torch_dispatch_stack",
     "torch._C._len_torch_function_stack",

@@ -15,7 +15,7 @@ from torch import Tensor
 from daf.codecs.layout import Layout
 from daf.core.errors import SavedTensorError
 from daf.saved_tensors.packed_tensor import PackedTensor, saves_read_by
-from daf.torch_compat.autograd_graph import without_torch_function
+from daf.torch_compat.autograd_graph import is_transforming, without_torch_function
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 Gradients = tuple[Tensor | None, ...]  # of an operator's inputs; None where none is needed
@@ -93,11 +93,11 @@ class FusedFunction(torch.autograd.Function):
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         with without_torch_function():
-            owned = holders_of(gradient) == sole_holders()
+            owned = not is_transforming(gradient) and holders_of(gradient) == sole_holders()
             (saved,) = saves_read_by(lambda: ctx.saved_tensors)
             held = saved.held
             assert isinstance(held, FusedSave)
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or is_transforming(gradient):
                 inputs = (*ctx.saved_tensors, *unchanged(ctx.parameters))
                 return (None, *held.differentiable(gradient, inputs, ctx.needs_input_grad[1:]))
             if gradient.stride() != held.layout.stride or gradient.is_neg():

@@ -156,9 +156,10 @@ def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return tuple(part for e in inner if isinstance(e, Tensor) for part in strided_parts(e))
 
 
-def is_transforming() -> bool:
-    """True inside ``torch.vmap`` and torch.func's transforms."""
-    return maybe_current_level() is not None
+def is_transforming(given: Tensor | None = None) -> bool:
+    """True inside ``torch.vmap`` and torch.func's transforms, or of a batch of gradients."""
+    is_batch = given is not None and torch._C._functorch.is_legacy_batchedtensor(given)
+    return is_batch or maybe_current_level() is not None
 
 
 def bytes_of(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from daf.core.errors import DataError, DoubleBackwardError
 from daf.kernels.devices import is_read_freely
 from daf.operators.fused_function import differentiable_gradients, unchanged, versioned
-from daf.torch_compat.autograd_graph import keeps_graph, without_torch_function
+from daf.torch_compat.autograd_graph import is_transforming, keeps_graph, without_torch_function
 
 Reduction = Literal["mean", "sum"]
 # Products of fewer rows read the weight too often: of 4,096 rows of 384 numbers and 50,257 classes,
@@ -151,7 +151,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (*_differentiable(ctx, incoming), None, None)
         kept = list(ctx.saved_tensors)
-        if keeps_graph():
+        if keeps_graph() or is_transforming(incoming):
             kept = [each * incoming.to(each.dtype) for each in kept]
         else:  # they are nobody else's from here on, so that no second copy is ever made
             ctx.maybe_clear_saved_tensors()

@@ -15,7 +15,7 @@ from daf.core.policy import Need
 from daf.operators.eligibility import autograd_objection, has_usual_strides, is_plain
 from daf.operators.fused_function import Gradients, differentiable_gradients
 from daf.saved_tensors.packed_tensor import Kept, Rederived, saves_read_by
-from daf.torch_compat.autograd_graph import without_torch_function
+from daf.torch_compat.autograd_graph import is_transforming, without_torch_function
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 CHUNK_BYTES = 8 << 20  # of the input; smaller ones cost convolutions more than they save
@@ -71,7 +71,7 @@ class ChunkedProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         """Return the gradients, chunk by chunk unless the input comes back whole."""
         with without_torch_function():
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or is_transforming(gradient):
                 return (*_differentiable(ctx, gradient), None, None)
             owned = holders_of(gradient) == sole_holders()
             saved_input, saved_weight = saves_read_by(lambda: ctx.saved_tensors)
