@@ -423,12 +423,17 @@ def test_the_levels_exact_and_plain_lose_nothing() -> None:
     assert not plain.policy.by_site
 
 
-def test_a_demanded_release_is_planned_wherever_the_batch_is_whole() -> None:
+def test_a_demanded_release_is_planned_whatever_parts_would_take() -> None:
     measured = large(30)
     must = Allowed(must_release=True)
     for share in (0.2, 0.9, 1.5):
         plan = planned.make_plan(measured, between(measured, share, allowed=must), allowed=must)
-        assert plan.release_gradients == (plan.micro_batch == measured.batch_size)
+        assert plan.release_gradients
+        assert plan.micro_batch == measured.batch_size
+    # Parts would be faster, and can release nothing.
+    times = tuple((size, 0.01 * size) for size, _ in measured.micro_batch_ms[:-1])
+    slow = replace(measured, micro_batch_ms=(*times, (measured.batch_size, 1e6)))
+    assert planned.make_plan(slow, 10**12, allowed=must).release_gradients
     never = Allowed(release_gradients=False)
     plan = planned.make_plan(measured, between(measured, 0.5, allowed=never), allowed=never)
     assert not plan.release_gradients

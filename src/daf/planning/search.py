@@ -44,10 +44,9 @@ class Shape:
 def shapes(profile: Profile, allowed: Allowed) -> Iterator[Shape]:
     """Yield the possible shapes; only a whole batch can release gradients."""
     for size in micro_batch_sizes(profile):
-        whole = size == profile.batch_size
-        if not (whole and allowed.must_release):
+        if not allowed.must_release:
             yield Shape(size)
-        if whole and allowed.release_gradients:
+        if size == profile.batch_size and allowed.release_gradients:
             yield Shape(size, release_gradients=True)
 
 
