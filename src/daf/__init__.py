@@ -27,11 +27,8 @@ __all__ = [
 ]
 
 # Imported when first asked for: ``daf --help`` and the planner need no torch.
-_MODULES = {
+_MODULES = dict.fromkeys(("BudgetError", "DafError", "NonFiniteLossError"), "daf.core.errors") | {
     "BatchSplit": "daf.step.batch_cut",
-    "BudgetError": "daf.core.errors",
-    "DafError": "daf.core.errors",
-    "NonFiniteLossError": "daf.core.errors",
     "Plan": "daf.core.plan",
     "Session": "daf.session.session",
     "StepReport": "daf.core.step_report",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Integral, Real
+from os import PathLike
 from types import MappingProxyType, NoneType
 from typing import Any, Literal
 
@@ -32,10 +33,8 @@ _KINDS: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
         "baseline_bytes": ((Integral, NoneType), "bytes, a whole number; None measures them"),
         "batch_dim": ((Integral, list, tuple, Mapping, NoneType), "a dimension, or one a tensor"),
         "spill": ((SpillOptions, NoneType), "a daf.offload.spill.SpillOptions, or None"),
-        "sensitivity": (
-            (bool, Sensitivity),
-            "True, False, or a daf.sensitivity.result.Sensitivity",
-        ),
+        "sensitivity": ((bool, Sensitivity), "a bool, or a daf.sensitivity.result.Sensitivity"),
+        "rollback": ((bool, str, PathLike), "a bool, or a folder"),
     }
 )
 _PASSING_SHARE = 16

@@ -116,18 +116,8 @@ def make_parts(
     counters = StepCounters(capture, memory, release)
     governor = Governor(budget, bounds=bounds_of(memory), scope=asked.checked_scope(scope, memory))
     budget_controller = BudgetController(governor, keeper, capture.release_scratch)
-    make_profiler = partial(
-        Profiler,
-        model,
-        optimizer,
-        capture,
-        memory,
-        keeper,
-        baseline_bytes=baseline_bytes,
-        allow_split=allow_batchnorm_split,
-        spill=spill,
-        begin_peak=counters.begin_peak,
-    )
+    measured = (model, optimizer, capture, memory, keeper, baseline_bytes, allow_batchnorm_split)
+    make_profiler = partial(Profiler, *measured, spill, counters.begin_peak)
     can_spill = spill is not None and isinstance(memory, ProcessMemory)
     plan_controller = PlanController(
         selector,

@@ -150,7 +150,7 @@ class Session(SessionReadings):
         given = dict(locals())
         arguments.check_trained(model, optimizer)
         kinds = {"seed": seed, "baseline_bytes": baseline_bytes, "batch_dim": batch_dim}
-        arguments.check_kinds(**kinds, spill=spill, sensitivity=sensitivity)
+        arguments.check_kinds(**kinds, spill=spill, sensitivity=sensitivity, rollback=rollback)
         self.model, self.optimizer = model, optimizer
         memory = arguments.asked_memory(model, budget)
         if baseline_bytes is None:
@@ -333,7 +333,8 @@ class Session(SessionReadings):
 
         if passes == "second":
             closure()
-        self.optimizer.step(closure)
+        with self._runner.refusal_told():  # the optimizer's own memory
+            self.optimizer.step(closure)
         return reports[0]
 
     def backward(self, batch: Any, loss_fn: LossFunction) -> StepReport:

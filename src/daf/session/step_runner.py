@@ -291,11 +291,19 @@ class StepRunner:
         if self.plan_controller.budget_bytes is None:
             return
         self.retries.capture.release_scratch()
-        try:
+        with self.refusal_told():
             self.keeper.reserve(needed_bytes)
+
+    @contextmanager
+    def refusal_told(self) -> Iterator[None]:
+        """Raise an allocation that is refused inside as BudgetError."""
+        refusals = self.keeper.refusals()
+        try:
+            yield
         except RuntimeError as error:
-            refusal = self.plan_controller.refusal()
-            if refusal is None:
+            is_told = isinstance(error, errors.BudgetError)
+            refusal = None if is_told else self.plan_controller.refusal()
+            if refusal is None or not self.keeper.has_refused(error, refusals):
                 raise
             raise out_of_memory(refusal, self.keeper.memory_name) from error
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import daf
-from daf.core.errors import OptionError
+from daf.core.errors import BudgetError, OptionError
+from daf.memory.recycling_allocator import unsupported_reason
 
 ROWS, STEPS = 32, 4
 Batch = tuple[Tensor, Tensor]
@@ -54,6 +55,15 @@ class OwnPasses(Sam):
     def step(self, closure: Any) -> Any:  # type: ignore[override]
         loss = closure()
         super().step(closure)
+        return loss
+
+
+class Greedy(OwnPasses):
+    """One that asks for memory of its own between its passes."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        loss = closure()
+        self.state["history"] = torch.empty(2**33, dtype=torch.uint8)
         return loss
 
 
@@ -246,6 +256,16 @@ def test_an_update_alone_says_what_such_an_optimizer_needs(kind: Any) -> None:
         session.backward(batches()[0], classified)
         with pytest.raises(OptionError, match=r"try session\.step"):
             session.update()
+
+
+@pytest.mark.skipif(bool(unsupported_reason()), reason=str(unsupported_reason()))
+def test_memory_refused_to_an_optimizer_between_its_passes_is_a_budget_error() -> None:
+    model = network()
+    with daf.Session(model, Greedy(model.parameters(), lr=0.1), "2GB") as session:
+        with pytest.raises(BudgetError, match="needs at least") as found:
+            session.step(batches()[0], classified)
+        assert isinstance(found.value, torch.OutOfMemoryError)
+        assert found.value.least_bytes > 2**33
 
 
 def test_what_an_optimizer_raises_is_its_own_with_a_note() -> None:

@@ -242,6 +242,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     [
         ("seed", "now", "a whole number"),
         ("seed", None, "a whole number"),
+        ("rollback", 3, "a bool, or a folder"),
         ("baseline_bytes", "20MB", "None measures them"),
         ("batch_dim", "rows", "a dimension"),
         ("spill", "/tmp", "SpillOptions"),
