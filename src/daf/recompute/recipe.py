@@ -362,13 +362,13 @@ class RecipeMaker:
         if known is not None and known.version in (-1, known.tensor._version):
             return known
         tensor, sources = operand.tensor(), self._state.sources
+        is_given = tensor is not None and tensor.is_leaf and type(tensor) is not torch.nn.Parameter
         if tensor is None:
             kept = sources.kept_at(operand.value.address, Kept)
             tensor = None if kept is None else kept.tensor
         if tensor is None:
             return None
         source = None if self._is_constant(tensor) else sources.of(tensor)
-        is_given = tensor.grad_fn is None and not isinstance(tensor, torch.nn.Parameter)
         leaf = Leaf(operand.value, tensor.detach(), source, self._state.ledger, is_given)
         if source is not None:  # constants may change where nothing sees it
             self._leaves[operand.value] = leaf
