@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from daf_bench.papers.equal_noise import Coded, bytes_at
-from daf_bench.papers.eviction import INVERTED, MEASURED, SHUFFLED, UNIFORM
+from daf_bench.papers.eviction import INVERTED, MEASURED, SHUFFLED, UNIFORM, WHOLE
 from daf_bench.papers.figures import EVICTION, NOISE
 from daf_bench.papers.row import DAF, SAGE, Ours, PaperRow
 from daf_bench.papers.table import ROWS
@@ -110,10 +110,10 @@ def _eviction_lines(rows: list[dict[str, Any]]) -> list[str]:
     """Return the table of what eviction adds to the gradient's error, if that was measured."""
     if not rows:
         return []
-    ways = (MEASURED, UNIFORM, SHUFFLED, INVERTED)
+    ways = (MEASURED, UNIFORM, SHUFFLED, INVERTED, WHOLE)
     return [
         f"| error that eviction adds, by importance | whole codes | {' | '.join(ways)} |",
-        "|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|",
         *(
             f"| {row['workload']}, {cap['share']:.0%} of the bytes | {row['error']:.3g} | "
             + " | ".join(f"{cap[way]:.3g}" for way in ways)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from words import measured_by, picture
+from daf_bench.offload.shared_memory import SAME
+from words import MB, measured_by, picture
 
 POLICIES = {
     "optimal": "DAF",
@@ -114,6 +115,41 @@ def packing_figures(result: dict[str, Any]) -> str:
             ),
         ]
     )
+
+
+def shared_figures(result: dict[str, Any]) -> str:
+    """Who packs in one memory, in Markdown: a row for each workload and way."""
+    figures = result["figures"]
+    pays = f"{figures['helper_pays']:.0f} of {figures['helpers']:.0f}"
+    return "\n".join(
+        [
+            measured_by(result, "pack --device cpu"),
+            "",
+            "| workload | packed | forward ÷ plain's | packing, ms | of it hidden | exposed, ms "
+            "| keeps up | copied | step ÷ plain's | step ÷ on the forward thread |",
+            "|---" * 10 + "|",
+            *map(_shared_line, result["rows"]),
+            "",
+            f"A helper pays in {pays} cases: the whole interval of its step lies below that of "
+            "packing on the forward thread.",
+        ]
+    )
+
+
+def _shared_line(row: dict[str, Any]) -> str:
+    cells = [row["workload"], row["way"], f"{row['forward_ratio']:.2f}"]
+    if row["packing_ms"]:
+        is_beside = row["way"] != SAME  # what is packed in between has nothing to hide behind
+        hidden = f"{row['hidden_ms'] / row['packing_ms']:.0%}" if is_beside else ""
+        cells += [f"{row['packing_ms']:.0f}", hidden, f"{row['exposed_ms']:.0f}"]
+        low, high = row["step_over_same_low"], row["step_over_same_high"]
+        beside = f"{row['step_over_same']:.3f} ({low:.3f} to {high:.3f})"
+        keeps_up = "yes" if row["keeps_up"] else "no"
+        cells += [keeps_up if is_beside else "", f"{row['copied_bytes'] / MB:.0f} MB"]
+    else:
+        cells, beside = [*cells, "", "", "", "", ""], ""
+    cells += [f"{row['step_ratio']:.3f}", beside]
+    return f"| {' | '.join(cells)} |"
 
 
 def packing_seen(figures: dict[str, float]) -> str:

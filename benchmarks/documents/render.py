@@ -28,7 +28,15 @@ from gpu_tables import gpu_figures, gpu_kernel_figures, gpu_reduce_figures
 from host_tables import hosts_figures
 from operator_tables import operator_speed_figures, operators_figures
 from paper_tables import experiments_table, published_figures
-from papers import packing_figures, policy_lines, reduce_figures, strategy_lines, varying_figures
+from papers import (
+    packing_figures,
+    policy_lines,
+    reduce_figures,
+    shared_figures,
+    strategy_lines,
+    varying_figures,
+)
+from pool_tables import pool_figures
 from side_by_side import peers_figures
 from value_tables import ablations_figures, levers_figures, start_figures, values_figures
 from words import MB, ROOT, measured_by, picture
@@ -41,23 +49,6 @@ ASKED_OF_KERNELS = {
     "minmax_encode_vs_memcpy": 1.2,
     "minmax_decode_vs_memcpy": 2.0,
     "avx2_worst_fraction": 0.5,
-}
-MEANT_OF_POOL = {
-    "op_us_at_1e6": "µs a page, the dearest operation, a million live pages; at most 1",
-    "tree_us_at_1e6": "µs a tree operation, a million nodes, random keys; at most 2",
-    "effective_over_theoretical_worst": "payload ÷ held, worst while half is alive; at least 0.97",
-    "effective_over_theoretical_worst_at_peaks": "the same at the peak of every iteration",
-    "effective_over_theoretical_drift": "last tenth of the iterations minus the first",
-    "evictions_vs_fixed_increment": "pages evicted, adaptive growth ÷ 100 MB steps",
-    "cap_halved_ms": "ms until the planes above a halved cap are evicted; at most 50",
-    "halved_gradient_error_vs_predicted": "growth of the gradient's error ÷ the predicted growth",
-}
-STRESS_NAMES = {
-    "adaptive": "the pool",
-    "fixed": "the pool, 100 MB steps",
-    "best-fit": "best-fit arena",
-    "malloc": "glibc malloc",
-    "malloc-return": "glibc malloc returning large blocks",
 }
 OUTSIDE_COLUMNS = ("peak", "account_peak", "outside_peak", "outside_kept")
 
@@ -133,40 +124,6 @@ def kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
         + " |"
         for (name, codec, bits), ways in both.items()
     ]
-
-
-def pool_figures(result: dict[str, Any]) -> str:
-    """The pool's tables, in Markdown: the figures, the stress test, the two rules of growth."""
-    machine, figures, rows = result["machine"], result["figures"], result["rows"]
-    stress = {row["contestant"]: row for row in rows if row["part"] == "stress"}
-    growth = {row["rule"]: row for row in rows if row["part"] == "growth"}
-    return "\n".join(
-        [
-            f"Measured by `daf bench pool --json` ({machine['processor']}, "
-            f"{machine['cores']} cores):",
-            "",
-            "| | |",
-            "|---|---|",
-            *(f"| {words} | {figures[name]:.3f} |" for name, words in MEANT_OF_POOL.items()),
-            "",
-            "| 10,000 iterations of random widths and sizes | payload ÷ held: worst "
-            "| worst at a peak | mean at peaks |",
-            "|---|---|---|---|",
-            *(
-                f"| {words} | {stress[name]['worst']:.3f} | {stress[name]['worst_at_peaks']:.3f} "
-                f"| {stress[name]['mean_at_peaks']:.3f} |"
-                for name, words in STRESS_NAMES.items()
-            ),
-            "",
-            "| growth | pages evicted | mean held | seconds |",
-            "|---|---|---|---|",
-            *(
-                f"| {rule} | {row['evicted_pages']:,} | {row['mean_held_bytes'] / MB:.0f} MB "
-                f"| {row['seconds']:.1f} |"
-                for rule, row in growth.items()
-            ),
-        ]
-    )
 
 
 def allocator_figures(result: dict[str, Any]) -> str:
@@ -349,6 +306,7 @@ TABLES = (
     (ROOT / "docs" / "operators.md", "operators", operators_figures),
     (ROOT / "docs" / "operators.md", "operator_speed", operator_speed_figures),
     (ROOT / "docs" / "papers.md", "packing", packing_figures),
+    (ROOT / "docs" / "papers.md", "pack_shared", shared_figures),
     (ROOT / "docs" / "papers.md", "ablations", ablations_figures),
     (ROOT / "docs" / "recompute.md", "values", values_figures),
     (ROOT / "docs" / "planning.md", "start", start_figures),

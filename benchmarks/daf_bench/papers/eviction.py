@@ -2,8 +2,9 @@
 
 Codes of four bits lie in a pool whose cap is a share of their bytes. The pool evicts the least
 important planes: by measured sensitivities, by the same for every site, by inverted ones, and by
-the measured planes' importances shuffled among all planes. Errors are lengths relative to plain
-PyTorch's gradient; what eviction adds is counted beside what the whole codes err by.
+the measured planes' importances shuffled among all planes; beside it whole activations go, by the
+measured ones. Errors are lengths relative to plain PyTorch's gradient; what eviction adds is
+counted beside what the whole codes err by.
 
 ``python -m daf_bench.papers.eviction JSON`` measures one workload.
 """
@@ -17,24 +18,28 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
 
 import daf
+from daf.capture import compress
 from daf.codecs import codes
 from daf.core.policy import Policy, Site, coded_policy
-from daf.pool.paged_pool import plane_importance
+from daf.pool.paged_pool import make_store, plane_importance
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.step.microbatch import likely_cut
 from daf_bench.harness.row_log import Row
 from daf_bench.papers.coded_gradients import answer_with, gradient, measured_by, relative_error
+from daf_bench.papers.whole_activations import WholeStore
 from daf_bench.workloads.trainable import Trainable
 
 WORKLOADS = ("w6", "w3")  # ResNet-20, and a transformer
 BITS, SHARES, PASSES = 4, (0.85, 0.7), 4
 COMPARED = 0.7  # the share of the figures
 MEASURED, UNIFORM, SHUFFLED, INVERTED = "measured", "uniform", "shuffled", "inverted"
+WHOLE = "whole activations"  # by measured importance
 _LEAST_WEIGHT = 1e-6
 Importances = Callable[[int, int, float], list[float]]
 
@@ -92,8 +97,11 @@ def _added(
     with _importances(noted):
         gradient(work, daf.compress(work.model, policy=own, pool_bytes=cap))
 
-    def added(policy: Policy, shuffled: list[float] | None = None) -> float:
-        way = daf.compress(work.model, policy=policy, pool_bytes=cap)
+    def added(
+        policy: Policy, shuffled: list[float] | None = None, make_store: Any = make_store
+    ) -> float:
+        with patch.object(compress, "make_store", make_store):
+            way = daf.compress(work.model, policy=policy, pool_bytes=cap)
         squares = []
         for seed in range(PASSES):
             with _importances(_dealt(shuffled, seed) if shuffled else plane_importance):
@@ -106,6 +114,7 @@ def _added(
         UNIFORM: added(uniform),
         INVERTED: added(replace(uniform, weights=MappingProxyType(inverted))),
         SHUFFLED: added(own, seen),
+        WHOLE: added(own, make_store=WholeStore),
     }
 
 

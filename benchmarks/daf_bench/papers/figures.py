@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from daf_bench.papers.equal_noise import saved_ratio
-from daf_bench.papers.eviction import INVERTED, SHUFFLED, gains
+from daf_bench.papers.eviction import INVERTED, SHUFFLED, WHOLE, gains
 from daf_bench.papers.in_turn import OURS, PLAIN, PUBLISHED
 
 Rows = Sequence[dict[str, Any]]
@@ -37,6 +37,7 @@ def figures_of(rows: Rows) -> dict[str, float]:
     if evicted := [row for row in rows if row["part"] == EVICTION]:
         figures["eviction_importance_gain"] = min(gains(evicted, SHUFFLED))
         figures["eviction_inverted_over_measured"] = min(gains(evicted, INVERTED))
+        figures["eviction_whole_over_planes"] = min(gains(evicted, WHOLE))
     for row in rows:
         if row["part"] == REDUCE:
             figures["reduce_worst_vs_best"] = row["worst_vs_best"]

@@ -94,14 +94,16 @@ TECHNIQUES = (
         "benchmarks/daf_bench/ablations/run.py",
         "daf bench ablations --out FILE.json",
         "separation, fusion, reduction, operator-level memory, in turn",
-        "figures of ResNet-18, whole batches, nothing lossy (other models': not drawn)",
+        "figures of ResNet-18 where no model is named, whole batches, nothing lossy",
         tuple(
-            Ours("ablations", f"w1/{stage}/peak_ratio", f"peak: plain's ÷ ours, {words}")
-            for stage, words in (
-                ("separation", "separation"),
-                ("fusion", "fusion, too"),
-                ("reduction", "reduction, too"),
-                ("operator memory", "operators' memory, too"),
+            Ours("ablations", f"{workload}/{stage}/peak_ratio", f"peak: plain's ÷ ours, {words}")
+            for workload, stage, words in (
+                ("w1", "separation", "separation"),
+                ("w1", "fusion", "fusion, too"),
+                ("w1", "reduction", "reduction, too"),
+                ("w1", "operator memory", "operators' memory, too"),
+                ("w3", "operator memory", "all four, BERT-small"),
+                ("w4", "operator memory", "all four, GPT-2's shape"),
             )
         ),
     ),

@@ -84,7 +84,10 @@ def test_ours_holds_at_a_noise_what_lies_between_its_widths(error: float, nbytes
 
 def eviction_row(workload: str) -> dict[str, Any]:
     added = {"measured": 0.1, "uniform": 0.2, "shuffled": 0.3 if workload == "w6" else 0.25}
-    caps = [{"share": share, **added, "inverted": 0.5} for share in eviction.SHARES]
+    caps = [
+        {"share": share, **added, "inverted": 0.5, "whole activations": 0.4}
+        for share in eviction.SHARES
+    ]
     return {"part": "eviction", "workload": workload, "caps": caps}
 
 
@@ -93,6 +96,7 @@ def test_losing_the_planes_that_were_measured_to_matter_least_adds_least() -> No
     row = eviction.measured("w6", None, is_small=True)
     for cap in row["caps"]:
         assert 0.0 < cap["measured"] < min(cap["shuffled"], cap["inverted"])
+        assert cap["measured"] < cap["whole activations"]
     assert eviction.gains([row], "shuffled")[0] > 1.0
 
 
@@ -190,6 +194,7 @@ def test_medians_are_over_workloads_and_what_passes_a_budget_is_counted(made_up)
     assert result.figures["ours_vs_daf_published_step"] == OURS_MS / PUBLISHED_MS
     assert result.figures["eviction_importance_gain"] == pytest.approx(2.5)
     assert result.figures["eviction_inverted_over_measured"] == pytest.approx(5.0)
+    assert result.figures["eviction_whole_over_planes"] == pytest.approx(4.0)
     assert result.figures["sage_models"] == 1
     assert result.figures["sage_vs_best_static_worst"] == 1.04
     assert "points" not in result.figures
