@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from daf_bench.accuracy.falling import INVERTED, MEASURED, SHUFFLED, UNIFORM
 from daf_bench.papers.equal_noise import Coded, bytes_at
-from daf_bench.papers.eviction import INVERTED, MEASURED, SHUFFLED, UNIFORM, WHOLE
+from daf_bench.papers.eviction import WHOLE
 from daf_bench.papers.figures import EVICTION, NOISE
 from daf_bench.papers.row import DAF, SAGE, Ours, PaperRow
 from daf_bench.papers.table import ROWS

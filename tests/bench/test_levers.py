@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
-from daf_bench.levers.child import levers_of
+from daf_bench.levers import child
+from daf_bench.levers import run as levers
+from daf_bench.levers.child import Planned, levers_of
 from daf_bench.levers.run import LeversJob, as_good, chosen, figures_of, known_levers, run
+from daf_bench.workloads.sources import Sources
 
 from daf.core.plan import Plan
 from daf.core.policy import CHUNKED, KEEP, RECOMPUTE, Method, Policy, Site, Treatment, coded_policy
@@ -76,6 +80,33 @@ def test_levers_are_counted_by_plans_and_what_is_never_pulled_is_counted_too() -
     assert figures["policies_predicted_faster"] == 1
     # All but what is pulled above, and what only other devices, policies or callers choose.
     assert figures["never_chosen"] == figures["levers"] - 5
+
+
+def test_pytorchs_operators_are_asked_for_once_and_of_the_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Planned] = []
+
+    def plans(planned: Planned, command: str, *budgets: int) -> dict[str, Any]:
+        asked.append(planned)
+        return {"peak_bytes": 100} if command == "plain" else {"plans": [{} for _ in budgets]}
+
+    monkeypatch.setattr(levers, "_asked", plans)
+    rows = run(LeversJob(("w6", "w1"), sources=Sources())).rows
+    ways = [(each["tolerance"], each["operators"]) for each in rows]
+    assert (
+        sorted(ways, key=str)
+        == [(0.0, "auto")] * 2 + [(None, "auto")] * 2 + [(None, "pytorch")] * 2
+    )
+    assert Counter(each.operators for each in asked) == {"auto": 8, "pytorch": 4}
+
+    given: list[dict[str, Any]] = []
+    session = SimpleNamespace(Session=lambda *_, **options: given.append(options) or 1 / 0)
+    monkeypatch.setattr(child, "daf", session)
+    work: Any = SimpleNamespace(model=None, optimizer=None)
+    with pytest.raises(ZeroDivisionError):
+        child.answer(work, asked[-1], "plans", "100")
+    assert given[0]["operators"] == asked[-1].operators == "pytorch"
 
 
 @pytest.mark.thorough

@@ -33,8 +33,13 @@ def falling_policy(kind: str, weights: Mapping[Site, float], seed: int = 0) -> P
         dealt = random.Random(seed).sample([*found.values()], len(found))
         found = dict(zip(found, dealt, strict=True))
     if kind == INVERTED:
-        found = {site: 1.0 / max(_LEAST_WEIGHT, weight) for site, weight in found.items()}
+        found = inverted(found)
     return replace(coded_policy(BITS), weights=MappingProxyType(found))
+
+
+def inverted(weights: Mapping[Site, float]) -> dict[Site, float]:
+    """Return importances by which what was measured to matter most goes first."""
+    return {site: 1.0 / max(_LEAST_WEIGHT, weight) for site, weight in weights.items()}
 
 
 class FallingCap:

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -288,7 +287,7 @@ def _row(way: Way, taken: list[Taken], found: Mapping[str, list[Taken]]) -> Row:
     }
 
 
-_HELPERS = MappingProxyType({"own_core": OWN_CORE, "no_core": NO_CORE})
+_HELPERS = (OWN_CORE, NO_CORE)
 
 
 def figures_of(rows: list[Row]) -> dict[str, float]:
@@ -296,9 +295,7 @@ def figures_of(rows: list[Row]) -> dict[str, float]:
     figures: dict[str, float] = {}
     by_way = {(row["workload"], row["way"]): row for row in rows}
     for name in dict.fromkeys(row["workload"] for row in rows):
-        best = min(
-            (by_way[name, way] for way in _HELPERS.values()), key=lambda row: float(row["step_ms"])
-        )
+        best = min((by_way[name, way] for way in _HELPERS), key=lambda row: float(row["step_ms"]))
         copied = by_way[name, COPIED]
         figures[f"{name}_helper_step_ratio"] = best["step_over_same"]
         figures[f"{name}_hidden_share"] = best["hidden_ms"] / max(1e-9, best["packing_ms"])
@@ -315,7 +312,7 @@ def figures_of(rows: list[Row]) -> dict[str, float]:
 
 
 def _is_helper(row: Row) -> bool:
-    return row["way"] in _HELPERS.values()
+    return row["way"] in _HELPERS
 
 
 def _near(row: Row) -> float:

@@ -30,6 +30,7 @@ from daf.core.policy import Policy, Site, coded_policy
 from daf.pool.paged_pool import make_store, plane_importance
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.step.microbatch import likely_cut
+from daf_bench.accuracy.falling import INVERTED, MEASURED, SHUFFLED, UNIFORM, inverted
 from daf_bench.harness.row_log import Row
 from daf_bench.papers.coded_gradients import answer_with, gradient, measured_by, relative_error
 from daf_bench.papers.whole_activations import WholeStore
@@ -38,9 +39,7 @@ from daf_bench.workloads.trainable import Trainable
 WORKLOADS = ("w6", "w3")  # ResNet-20, and a transformer
 BITS, SHARES, PASSES = 4, (0.85, 0.7), 4
 COMPARED = 0.7  # the share of the figures
-MEASURED, UNIFORM, SHUFFLED, INVERTED = "measured", "uniform", "shuffled", "inverted"
 WHOLE = "whole activations"  # by measured importance
-_LEAST_WEIGHT = 1e-6
 Importances = Callable[[int, int, float], list[float]]
 
 
@@ -86,7 +85,6 @@ def _added(
     """Return by importance the error that eviction adds to that of whole codes."""
     uniform = coded_policy(BITS)
     own = replace(uniform, weights=weights)
-    inverted = {site: 1.0 / max(_LEAST_WEIGHT, weight) for site, weight in weights.items()}
     seen: list[float] = []
 
     def noted(count: int, bits: int, weight: float = 1.0) -> list[float]:
@@ -112,7 +110,7 @@ def _added(
     return {
         MEASURED: added(own),
         UNIFORM: added(uniform),
-        INVERTED: added(replace(uniform, weights=MappingProxyType(inverted))),
+        INVERTED: added(replace(uniform, weights=MappingProxyType(inverted(weights)))),
         SHUFFLED: added(own, seen),
         WHOLE: added(own, make_store=WholeStore),
     }

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from daf_bench.accuracy.falling import INVERTED, SHUFFLED
 from daf_bench.papers.equal_noise import saved_ratio
-from daf_bench.papers.eviction import INVERTED, SHUFFLED, WHOLE, gains
+from daf_bench.papers.eviction import WHOLE, gains
 from daf_bench.papers.in_turn import OURS, PLAIN, PUBLISHED
 
 Rows = Sequence[dict[str, Any]]
