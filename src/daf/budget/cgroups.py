@@ -76,15 +76,13 @@ def _levels(version: int, path: str, mount: PurePosixPath, mounted: str) -> list
 
 
 def _mounts(system: System) -> dict[int, tuple[PurePosixPath, str]]:
-    text = system.read("/proc/self/mountinfo")
-    if text is None:
+    if (text := system.read("/proc/self/mountinfo")) is None:
         return {version: (place, "/") for version, place in _DEFAULT_MOUNTS.items()}
     found: dict[int, tuple[PurePosixPath, str]] = {}
     for line in text.splitlines():
         fields, _, rest = line.partition(" - ")
         kind, _, options = [*rest.split(), "", "", ""][:3]
-        version = _version(kind, options)
-        if version is not None:
+        if (version := _version(kind, options)) is not None:
             top, place = fields.split()[3:5]
             found.setdefault(version, (PurePosixPath(place), top))
     return found

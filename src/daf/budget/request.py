@@ -40,8 +40,7 @@ def parse_budget(value: BudgetValue) -> Request | None:
         text = value.strip().lower()
         if text == AUTO:
             return Request()
-        fraction = _fraction_in(text)
-        if fraction is not None:
+        if (fraction := _fraction_in(text)) is not None:
             return Request(fraction=_checked_fraction(fraction, value))
     return Request(nbytes=parse_bytes(value))
 

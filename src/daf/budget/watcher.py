@@ -46,8 +46,7 @@ class Watcher:
     def _run(self) -> None:
         wait_s, woken = 0.0, False
         while not self._stopped.is_set():
-            look = self._look()
-            if look is None:
+            if (look := self._look()) is None:
                 return
             wait_s = look(woken)
             del look  # while waiting, the thread must not keep its owner alive

@@ -79,8 +79,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "address space limit", _limit(memory["address_space_limit_bytes"])
     yield "huge pages", memory["huge_pages"] or "not offered"
     torch = facts["torch"]
-    floor_bytes = facts["floor_above_torch_bytes"]
-    if floor_bytes is not None:
+    if (floor_bytes := facts["floor_above_torch_bytes"]) is not None:
         yield "daf train", f"{format_bytes(floor_bytes)} above torch before data and model"
     yield "torch", "{version}, {threads} threads, {instruction_set}".format(**torch)
     gpus = [f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}" for gpu in facts["gpus"]]

@@ -72,8 +72,7 @@ def _given(ctx: typer.Context, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _say_what_is_imported(folder: RunFolder, settings: TrainSettings) -> None:
     for names, reference in ((MODELS, settings.model), (DATA, settings.data)):
-        origin = names.origin(reference)
-        if origin is not None:
+        if (origin := names.origin(reference)) is not None:
             what = f"{folder.path} names the {names.kind} {reference!r}"
             print(f"daf: {what}: importing it from {origin}", file=sys.stderr)
 

@@ -180,8 +180,7 @@ class Policy:
         than when it was measured (attention of fewer examples, say, is not chunked), and saves
         something else there. What anybody else asked for is returned, and refused as unsound.
         """
-        chosen = self.by_site.get(site)
-        if chosen is None:
+        if (chosen := self.by_site.get(site)) is None:
             return self.by_need.get(need, KEEP)
         is_left = self.is_planned and chosen != RECOMPUTE and not is_sound(chosen.method, need)
         return self.by_need.get(need, KEEP) if is_left else chosen

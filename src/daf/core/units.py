@@ -22,8 +22,7 @@ def parse_bytes(text: str | int) -> int:
         raise UnitError(f"asked for {text!r} bytes; give an int or a text such as '512MB'")
     if isinstance(text, int):
         return _positive(text, text)
-    match = _PATTERN.fullmatch(text)
-    if match is None:
+    if (match := _PATTERN.fullmatch(text)) is None:
         raise UnitError(f"cannot read {text!r} as bytes; try '512MB' or '1.5GiB'")
     number, unit = match.groups()
     if unit.upper() not in _MULTIPLIERS:

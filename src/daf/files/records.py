@@ -35,8 +35,7 @@ def unsealed(text: bytes, name: str) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__} instead of an object")
-    found = value.pop(_CHECKSUM, None)
-    if found is None:
+    if (found := value.pop(_CHECKSUM, None)) is None:
         raise ValueError("it has no checksum: it is damaged, or another version's")
     if found != _checksum(value, name):
         raise ValueError("it does not have its checksum any more")

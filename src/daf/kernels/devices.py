@@ -50,8 +50,7 @@ def backend_on(device: torch.device) -> Backend | None:
 
 def backend_of(tensor: Tensor) -> Backend:
     """Return the kernels for a tensor; KernelError if its device has none."""
-    found = backend_on(tensor.device)
-    if found is None:
+    if (found := backend_on(tensor.device)) is None:
         raise KernelError(
             f"asked for kernels on {tensor.device}, found none; install DAF with its extra "
             "daf-train[gpu] for a GPU's"

@@ -53,8 +53,7 @@ def return_freed_blocks(wanted: bool) -> None:
 
 def return_free_memory() -> bool:
     """Return the heap's free pages to the system now; False where there is no glibc."""
-    library = _glibc()
-    if library is None:
+    if (library := _glibc()) is None:
         return False
     library.malloc_trim(0)
     return True

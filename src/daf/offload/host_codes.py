@@ -53,8 +53,7 @@ def host_options(model: nn.Module, host_bytes: str | int | None) -> HostOptions 
 
     UnitError: the bytes cannot be read. PlatformError: the model is on no GPU that can code.
     """
-    limit_bytes = parse_optional_bytes(host_bytes)
-    if limit_bytes is None:
+    if (limit_bytes := parse_optional_bytes(host_bytes)) is None:
         return None
     device = device_of(model)
     if is_processor(device):
@@ -166,8 +165,7 @@ class HostCodes:
         **options: Any,
     ) -> ValueCode | None:
         """Encode as :class:`ValueCode`, whose arguments these are; None: stay on the device."""
-        store = self.room(tensor, tensor.numel(), treatment.bits)
-        if store is None:
+        if (store := self.room(tensor, tensor.numel(), treatment.bits)) is None:
             return None
         routes = self._place(tensor.device).routes
         either = treatment.method in (Method.ROTATED, Method.MINMAX) and channels is None

@@ -262,8 +262,7 @@ class SpillStore(RecordStore[SpillRecord]):
                 )
             if content is not None:
                 return content.untyped_storage()
-            shared = self._shared.pop(record.number, None)
-            if shared is not None:
+            if (shared := self._shared.pop(record.number, None)) is not None:
                 return self._share(record, shared)
             self._shared.clear()
             _, reading = self._ahead.pop(record.number, (0, None))

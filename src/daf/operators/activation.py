@@ -206,8 +206,7 @@ class ActivationOperator(FusedOperator):
         self, x: Tensor, smooth: Smooth, treatment: Treatment, holder: InputHolder
     ) -> SmoothHeld:
         """Return what stands for the input; its ``recipe`` computes the input itself."""
-        recipe = self._recipe(x, treatment, holder)
-        if recipe is None:
+        if (recipe := self._recipe(x, treatment, holder)) is None:
             kept, unchanged = holder.keep(x), Channels.times(1.0, x.device)
             values = computed_values(kept, unchanged, x.numel(), self.context.state.ledger)
             held = SmoothHeld(smooth, kept)

@@ -136,8 +136,7 @@ class LinearCrossEntropy(FusedOperator):
     def _note_readers(self, call: OperatorCall, result: Any) -> None:
         tensors = list(tensors_in_batch((call.arguments, call.keywords)))
         for tensor in tensors:
-            site = self._watched.get(tensor)
-            if site is None:
+            if (site := self._watched.get(tensor)) is None:
                 continue
             loss = _loss_call(call)
             if loss is not None and loss.input is tensor and loss.is_fusible(tensor.shape):
@@ -249,8 +248,7 @@ def _loss_of(logits: Logits, call: LossCall, *, twice: bool) -> Tensor:
 
 def _moved(call: OperatorCall, logits: Logits) -> Logits | None:
     """Return the logits whose rows an operator moves; None where it does anything else."""
-    rows = _rows_after(call, logits.shape)
-    if rows is None:
+    if (rows := _rows_after(call, logits.shape)) is None:
         return None
     if call.function is Tensor.__getitem__:
         hidden = logits.hidden[call.arguments[1]]

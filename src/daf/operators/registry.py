@@ -73,8 +73,7 @@ class OperatorDispatch:
             return function(*arguments, **keywords)
         call = OperatorCall(function, arguments, keywords)
         if self._stand_ins:
-            followed = self._follow(call)
-            if followed is not None:
+            if (followed := self._follow(call)) is not None:
                 return followed
             real = partial(self._stand_ins.real, reader=call.name)
             call = OperatorCall(function, real(arguments), real(dict(keywords)))
@@ -85,8 +84,7 @@ class OperatorDispatch:
 
     def _replacement(self, call: OperatorCall) -> Callable[[], Any]:
         for operator in self._replacing.get(call.function, ()):
-            replacement = operator.replacement(call)
-            if replacement is not None:
+            if (replacement := operator.replacement(call)) is not None:
                 return replacement
         return partial(self._context.hooks.run, *call)
 

@@ -125,8 +125,7 @@ class Program:
     def _rounds(self, *, whole: bool, relative_gap: float) -> Solution | None:
         for _ in range(_MOST_ROUNDS):
             answer = self._solve(relative_gap, whole=whole)
-            amounts = answer.amounts
-            if amounts is None:
+            if (amounts := answer.amounts) is None:
                 return None if answer.status is Status.INFEASIBLE else NOT_FOUND
             usage = self._table.usage(amounts)
             slack = 0.0 if whole else 1.0

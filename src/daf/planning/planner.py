@@ -110,8 +110,7 @@ def make_plans(
         is_kept = is_short and kept_peak_bytes(profile) <= budget_bytes
         least = profile.batch_size if is_kept else 1
         problem = Problem(profile, limit, most, constraints.allowed, gap, stop, least)
-        best = find(problem)
-        if best is None:
+        if (best := find(problem)) is None:
             return []
         found = [best.as_plan(budget_bytes, constraints.policy)]
         if with_others:

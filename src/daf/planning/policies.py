@@ -153,8 +153,7 @@ def sage(problem: Problem) -> Candidate | None:
             return kept
     for size in sizes[len(above) - 1 :]:
         table = Shape(size).table(own.profile, own.allowed)
-        selection = evicted(table, problem.limit_bytes)
-        if selection is not None:
+        if (selection := evicted(table, problem.limit_bytes)) is not None:
             return Candidate(table, selection)
     return _if_it_fits(tightest(own), problem)
 
@@ -162,8 +161,7 @@ def sage(problem: Problem) -> Candidate | None:
 def dynamic_checkpoints(problem: Problem) -> Candidate | None:
     """Evict by time per byte from the whole batch; the least that it can hold if nothing fits."""
     table = _whole(_without_codes(problem))
-    selection = evicted(table, problem.limit_bytes)
-    if selection is not None:
+    if (selection := evicted(table, problem.limit_bytes)) is not None:
         return Candidate(table, selection)
     return _if_it_fits(_least_held(table), problem)
 

@@ -250,8 +250,7 @@ class DevicePagedStore:
 
     def _free_evicted(self) -> None:
         for handle, kept in self._numbers.take_lost():
-            tensor = self._living.get(handle)
-            if tensor is not None:
+            if (tensor := self._living.get(handle)) is not None:
                 tensor.drop_planes(kept)
 
 
@@ -266,8 +265,7 @@ class DeviceStores:
     def on(self, device: torch.device) -> DevicePagedStore:
         """Return the pool of one device."""
         with self._lock:
-            found = self._stores.get(device)
-            if found is None:
+            if (found := self._stores.get(device)) is None:
                 found = self._stores[device] = DevicePagedStore(device, self._cap_bytes)
             return found
 

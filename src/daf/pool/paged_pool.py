@@ -156,8 +156,7 @@ class PagedStore:
         """
         _check_bytes("tensor", count)
         page_bytes = self._fit(count, bits)
-        values = options.get("importance")
-        if values is None:
+        if (values := options.get("importance")) is None:
             values = plane_importance(count, bits) if bits <= 4 else [0.0] * bits
         least, headers = options.get("minimum_bits"), options.get("headers", True)
         request = (count, bits, bits if least is None else least, headers, list(values))

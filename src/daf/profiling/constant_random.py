@@ -53,8 +53,7 @@ class ConstantRandom(DispatchMode):
             self.has_drawn = True
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         found = func(*args, **kwargs) if kwargs else func(*args)
-        constant = _constant(func)
-        if constant is not None:
+        if (constant := _constant(func)) is not None:
             self._draws += 1
             self.has_drawn = True
             found = constant(found, 0.5 + self._draws * _GOLDEN, args)

@@ -58,8 +58,7 @@ def bytes_of_first_update(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _state_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
-    trial = trial_step(optimizer, group, PROBE_ELEMENTS)
-    if trial is None:
+    if (trial := trial_step(optimizer, group, PROBE_ELEMENTS)) is None:
         return 2.0
     (probe,) = trial.param_groups[0]["params"]
     return float(state_bytes(trial.state[probe]) / probe.nbytes)

@@ -50,14 +50,14 @@ from daf.profiling.small_steps import (
     timed_ms,
     times_by_size,
 )
-from daf.profiling.split_choice import CutChooser, bytes_to_prove
+from daf.profiling.split_choice import LEAST_WITH_STATISTICS, CutChooser, bytes_to_prove
 from daf.profiling.step_observer import Observer
 from daf.profiling.terse_saves import terse_bytes
 from daf.saved_tensors.observation import Observation
 from daf.step.batch_cut import WHOLE
 from daf.step.context import StepContext
 from daf.step.dry_run import EXAMPLES, dry_run
-from daf.step.microbatch import WeightedLoss, read_loss
+from daf.step.microbatch import read_loss
 from daf.step.splitting import NOT_PROVEN, SplitChoice
 from daf.step.state_snapshot import StateSnapshot, preserved_state
 
@@ -96,6 +96,7 @@ class Profiler:
         self._choice = SplitChoice(WHOLE, refusal=NOT_PROVEN)
         self._operators, self._growth = StepOperators(), PeakGrowth()
         self._beside = BesideMemory(self.memory, self.keeper)
+        self._smallest: Observation | None = None  # that runs by itself
         self._bound_bytes, self._grows_evenly, self.proof_ms = math.inf, False, 0.0
 
     def profile(
@@ -118,8 +119,7 @@ class Profiler:
         """
         # A refusal itself takes some: what unwinds it is read from PyTorch's files.
         self._bound_bytes = budget_bytes - MARGIN_BYTES if is_bounded else math.inf
-        if own is None:  # what others left would be freed meanwhile, and seem not to be needed
-            gc.collect()
+        gc.collect()  # what measuring otherwise has left
         try:
             return self._measured(context, budget_bytes, own, on_progress, is_fused)
         except (DafError, MemoryError, torch.OutOfMemoryError):
@@ -145,19 +145,20 @@ class Profiler:
                 nothing_fits = partial(self._dry_run, context, lambda _: math.inf, budget_bytes)
                 self._bounded(nothing_fits)  # so it takes the fewest examples
             say("the smallest step, and whether parts add up to the batch")
-            smallest = None if own else self._choose_cut(context, begun, budget_bytes)
+            self._smallest = None if own else self._choose_cut(context, begun, budget_bytes)
             self._choice, examples = context.choice, context.info.examples
             least = self._choice.cut.least
-            expected = self._expectation(context, own, smallest)
+            expected = self._expectation(context, own)
             if own is not None:
                 say("fusions")
                 self._operators = StepOperators(examples, chunk_bytes_on(device))
                 self._dry_run(context, expected, budget_bytes)
             sizes = sizes_within(probe_sizes(examples), expected, budget_bytes, least)
-            if smallest is None:
+            if self._smallest is None:
                 # Once unmeasured: code pages, thread pools and kernels' own buffers stay loaded.
                 say("a first small step")
-                self._bounded(partial(self._observe, context, sizes[0], again=False))
+                first = min(sizes[0], max(least, LEAST_WITH_STATISTICS)) if own else sizes[0]
+                self._bounded(partial(self._observe, context, first, again=False))
             observations = self._observations(context, sizes, budget_bytes, say)
             observations += self._whole(context, own, observations[-1], budget_bytes, say)
             if own is None:  # what only first steps read; those that are timed read the rest again
@@ -167,7 +168,8 @@ class Profiler:
             say("replays")
             refusals = own.replay_refusals if own else None
             if refusals is None:
-                refusals = self._replay_refusals(context, observations[0], kept_ms, budget_bytes)
+                part = self._smallest or observations[0]
+                refusals = self._replay_refusals(context, part, kept_ms, budget_bytes)
             refuse_replays(observations, refusals)
         self.keeper.code_returned()
         known, room_bytes = own.speeds if own else None, budget_bytes - self.memory.held_bytes()
@@ -199,20 +201,17 @@ class Profiler:
         self.proof_ms += chooser.proof_ms
         return smallest
 
-    def _expectation(
-        self, context: StepContext, own: Profile | None, smallest: Observation | None
-    ) -> Expectation:
+    def _expectation(self, context: StepContext, own: Profile | None) -> Expectation:
         """Return the expected peak of a step of few examples.
 
         A batch that is not cut needs none: a job without room for a few has none for all.
         """
-        if context.choice.refusal or (own is None and smallest is None):
-            return lambda _: 0.0
-        if own is not None:
+        if own is not None and not context.choice.refusal:
             level = partial(planner.level_peak_bytes, own, level=str(TIGHTEST_BITS))
             return lambda examples: level(examples=examples) + own.passing_bytes_at(examples)
-        assert smallest is not None
-        return partial(self._expected, smallest)
+        if context.choice.refusal or self._smallest is None:
+            return lambda _: 0.0
+        return partial(self._expected, self._smallest)
 
     def _dry_run(self, context: StepContext, expected: Expectation, budget_bytes: int) -> bool:
         """Find what may be fused; returns True, as None is what a refusal returns."""
@@ -229,8 +228,9 @@ class Profiler:
 
         Of one size alone, what every step takes would seem to grow with the batch.
         """
-        found: list[Observation] = []
-        for size in sizes:
+        seen = self._smallest
+        found = [seen] if seen and seen.examples == sizes[0] else []
+        for size in sizes[len(found) :]:
             if found and self._expected(found[-1], size) > budget_bytes:
                 break
             say(f"bytes at {size}")
@@ -354,7 +354,9 @@ class Profiler:
             return found
         fitting = self._fitting_kept(observations, budget) or [observations[0].examples]
         room = self._bound_bytes if self._expected(observations[0], fitting[0]) > budget else budget
-        observe = partial(self._observe, context, fitting[-1], RECOMPUTING)
+        # What is recomputed runs forward's code, and so reads none.
+        size = fitting[0 if observations[0].step_ms >= LONG_MS else -1]
+        observe = partial(self._observe, context, size, RECOMPUTING, again=False)
         with preserved_state(self.model, context.loss_fn, gradients=True):
             try:
                 recomputing = self._within(room, observe)
@@ -377,11 +379,8 @@ class Profiler:
             most_ms(count, examples, Affine.through(times).at(examples)),
         )
         start_s = time.perf_counter()
-
-        def loss() -> WeightedLoss:
-            return read_loss(context.loss_fn(self.model, part), count)
-
-        found = prove_replays(self.model, smallest, loss, limits)
+        run = partial(context.loss_fn, self.model, part)
+        found = prove_replays(self.model, smallest, lambda: read_loss(run(), count), limits)
         self.proof_ms += 1000.0 * (time.perf_counter() - start_s)
         self._make_room()
         return found
@@ -430,8 +429,7 @@ class Profiler:
         return found
 
     def _bounded(self, run: Callable[[], Found]) -> Found:
-        found = self._within(self._bound_bytes, run)
-        if found is None:
+        if (found := self._within(self._bound_bytes, run)) is None:
             raise BudgetError("the smallest step needs more than the budget")
         return found
 

@@ -99,8 +99,7 @@ class CutChooser:
             return found
         best: tuple[SplitChoice, Observation] | None = None
         for cut in islice(context.splitting.cuts(context.batch), MOST_CUTS):
-            found = self._smallest(context, cut)
-            if found is None:
+            if (found := self._smallest(context, cut)) is None:
                 continue
             choice = self._judged(context, found, budget_bytes)
             if best is None or not choice.refusal:

@@ -280,8 +280,7 @@ def _middle(examples: int, least: int) -> int:
 
 
 def _length(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    if gradient is None:
+    if (gradient := parameter.grad) is None:
         return torch.zeros((), dtype=torch.float64, device=parameter.device)
     dense = gradient if gradient.layout is torch.strided else gradient.coalesce().values()
     wide = torch.promote_types(dense.dtype, torch.float32)

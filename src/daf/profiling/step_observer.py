@@ -185,8 +185,7 @@ class Observer:
 
     def reading(self, saved: packed_tensor.SavedTensor) -> None:
         """Note that backward reads a tensor."""
-        record = self._by_saved.get(id(saved))
-        if record is None:
+        if (record := self._by_saved.get(id(saved))) is None:
             return
         self._release_scratch()  # so that a decoded tensor is alive only as long as it is used
         self.moment()
@@ -327,11 +326,9 @@ def _reading(saved: packed_tensor.SavedTensor) -> Reading:
 
 
 def _own_codes(held: packed_tensor.PackedTensor) -> Iterator[Any]:
-    code = getattr(held, "code", None)
-    if code is not None:
+    if (code := getattr(held, "code", None)) is not None:
         yield code
     elif isinstance(held, packed_tensor.Rederived):
         yield held.recipe[0].code
-    mask = getattr(held, "mask", None)
-    if mask is not None:
+    if (mask := getattr(held, "mask", None)) is not None:
         yield mask

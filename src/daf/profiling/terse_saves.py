@@ -44,8 +44,7 @@ def terse_saves(external: Iterator[Tensor]) -> AbstractContextManager[None]:
             return tensor
         once = _once(tensor)
         source, key = sources.of(tensor), content_key(once, tensor._version)
-        codes = source.recall(key, _Codes)
-        if codes is None:
+        if (codes := source.recall(key, _Codes)) is None:
             dense = once if is_dense(once) else once.contiguous()
             content = _in_chunks(_exponents, in_memory_order(dense), torch.int8)
             codes = _Codes(content, source, layout_of(dense))

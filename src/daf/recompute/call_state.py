@@ -67,8 +67,7 @@ class Inputs:
         self.are_exact = True
 
         def replace(tensor: Tensor) -> _Place:
-            place = places.get(id(tensor))
-            if place is None:
+            if (place := places.get(id(tensor))) is None:
                 place = places[id(tensor)] = _Place(len(self._tensors))
                 held, account, is_exact = hold(tensor, place.number)
                 self.are_exact &= is_exact
@@ -297,8 +296,7 @@ class CallState:
                 copy = copies.setdefault(id(buffer.value), buffer.value.clone())
                 buffer.owner._buffers[buffer.name] = copy
             for owner, name in self._maybe_written:
-                value = owner._buffers[name]
-                if value is not None:
+                if (value := owner._buffers[name]) is not None:
                     owner._buffers[name] = copies.setdefault(id(value), value.clone())
             yield
         finally:

@@ -306,8 +306,7 @@ class RecipeMaker:
         return made
 
     def _new(self, search: _Search, value: Value, tensor: Tensor, site: Site) -> Recomputed | None:
-        found = search.step(value)
-        if found is None:
+        if (found := search.step(value)) is None:
             return None
         nodes = Counter(_read_in(found))
         leaves = [each for each in nodes if isinstance(each, Leaf)]

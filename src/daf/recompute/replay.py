@@ -225,8 +225,7 @@ class Collector:
 
     def _collect(self, tensor: Tensor) -> None:
         index, self._saved = self._saved, self._saved + 1
-        handle = self._wanted.pop(index, None)
-        if handle is not None:
+        if (handle := self._wanted.pop(index, None)) is not None:
             handle.settle(tensor)
         if index == self._last:
             raise _Complete
@@ -344,8 +343,7 @@ class Replays:
         self, path: str, outer: ReplayedCall | None, tensor: Tensor, index: int
     ) -> HeldInput:
         site = Site(path, "input", 0, index)
-        constant = self.keeper.keep_constant(tensor, site)
-        if constant is not None:
+        if (constant := self.keeper.keep_constant(tensor, site)) is not None:
             if outer is not None:
                 outer.skip()
             return HeldInput(constant, None, is_exact=True)

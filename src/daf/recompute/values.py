@@ -71,8 +71,7 @@ class Value:
     def before_write(self) -> None:
         """Let readers copy what they need, since the storage is about to change."""
         for reference in self.readers:
-            reader = reference()
-            if reader is not None:
+            if (reader := reference()) is not None:
                 reader.copy()
         self.readers.clear()
 
@@ -115,8 +114,7 @@ class ValueRecorder(DispatchMode):
     def value_of(self, tensor: Tensor) -> Value:
         """Return the value that a strided tensor shows now."""
         storage = tensor.untyped_storage()
-        known = self._values.get(storage._cdata)
-        if known is None:
+        if (known := self._values.get(storage._cdata)) is None:
             return self._put(storage, Value(storage._cdata, storage.nbytes()))
         return known[1]
 

@@ -103,8 +103,7 @@ def _training(run: Run) -> Markup:
 def _tiles(run: Run) -> Markup:
     summary = run.summary
     cells = [_peak_tile(run)]
-    error = run.prediction_error
-    if error is not None:
+    if (error := run.prediction_error) is not None:
         size = format_bytes(summary["predicted_peak_bytes"])
         cells.append(
             (size, f"predicted before the first step: {100 * error:+.1f} % off, above the floor")
@@ -119,8 +118,7 @@ def _tiles(run: Run) -> Markup:
         cells.append((f"{summary['step_ms_median']:,.0f} ms", rate))
     if summary["loss"] is not None:
         cells.append((f"{summary['loss']:.4f}", "training loss, mean of the last steps"))
-    noise = run_charts.last_noise(run)
-    if noise is not None:
+    if (noise := run_charts.last_noise(run)) is not None:
         cells.append((f"{noise:.3f}", "noise that codes add to the gradient ÷ the batch's own"))
     if (bias := run_charts.last_bias(run)) is not None:
         words = "of the gradient's square are errors of codes that do not average out"

@@ -113,8 +113,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     records = _Records(folder)
     steps, memory = records.lines("metrics.jsonl"), _memory_of(records.lines("memory.jsonl"))
     plan, sites = records.one("plan.json"), records.lines("sites.jsonl")
-    summary = records.one("summary.json")
-    if summary is None:
+    if (summary := records.one("summary.json")) is None:
         settings = records.one("run.json")
         if settings is None and not steps:
             raise RunFolderError(
@@ -126,8 +125,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         summary = _summary_from_logs(settings or {}, steps, memory, plan or {})
     else:
         records.compare(summary, steps)
-    holder = holder_of(folder)
-    if holder is not None:
+    if (holder := holder_of(folder)) is not None:
         records.problems.append(f"the run goes on: {holder} is training in its folder")
     problems = (*records.problems, *(summary.get("warnings") or ()))
     return Run(name or folder.resolve().name, summary, memory, steps, plan, sites, problems)

@@ -65,8 +65,7 @@ def _lines(run: Run) -> Table:
             low, high = min(values), max(values)
             words = f"{number(low)} to {number(high)}, {len(points)} steps"
             grid.add_row(name, spark(values, low, high), words)
-    noise = last_noise(run)
-    if noise is not None:
+    if (noise := last_noise(run)) is not None:
         grid.add_row("", "", f"{noise:.3f} of the batch's own noise at the end")
     if (bias := last_bias(run)) is not None:
         grid.add_row("", "", f"{bias:.2%} of the gradient's square does not average out")

@@ -97,8 +97,7 @@ def tensors_in(result: Any) -> Iterable[Tensor]:
 
 def saved_in(node: Any, slot: str) -> SavedTensor | None:
     """Return what the pack hook gave for one slot of a node, if the slot is filled so."""
-    raw = raw_saved(node, slot)
-    if raw is None:
+    if (raw := raw_saved(node, slot)) is None:
         return None
     if not shows_packed_data(raw):
         return next(iter(saves_read_by(lambda: saved_value(node, slot))), None)

@@ -27,8 +27,7 @@ class Dropping:
         """Learn from a mask, ``held``, of noise that is 0 or ``factor``."""
         if job.saved.slot != "other":
             return
-        result = job.node_result
-        if result is not None:
+        if (result := job.node_result) is not None:
             recipe, version = self._dropped(job, result), result._version
         else:  # one step of several
             recipe, version = self._dropped_within(job), 0

@@ -197,8 +197,7 @@ class Sources:
         """Return the source of a strided tensor."""
         storage = tensor.untyped_storage()
         address = storage._cdata
-        source = self._alive.get(address)
-        if source is None:
+        if (source := self._alive.get(address)) is None:
             source = self._alive[address] = Source(self._ledger, storage)
         return source
 

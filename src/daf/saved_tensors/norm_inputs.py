@@ -88,8 +88,7 @@ def _vector(tensor: Tensor) -> Tensor:
 
 
 def _statistic(node: Any, slot: str) -> Tensor | None:
-    saved = saved_in(node, slot)
-    if saved is None:
+    if (saved := saved_in(node, slot)) is None:
         return None
     # A parameter that the node saved before its input is settled already.
     return saved.held.restore(Scratch()) if isinstance(saved.held, Kept) else saved.tensor
@@ -108,8 +107,7 @@ _BIAS_PLACES = {F.batch_norm: 4, torch.batch_norm: 2, F.group_norm: 3, torch.gro
 
 def _bias_argument(call: Call) -> tuple[bool, Tensor | None]:
     """Return whether beta is known for certain (autograd does not save it), and beta or None."""
-    place = _BIAS_PLACES.get(call.operator)
-    if place is None:
+    if (place := _BIAS_PLACES.get(call.operator)) is None:
         return False, None
     if place < len(call.arguments):
         return True, call.arguments[place]

@@ -281,8 +281,7 @@ def unpacker(scratch: Scratch) -> Callable[[SavedTensor], Tensor]:
     """Return the hook that autograd calls in backward; it decodes into ``scratch``'s memory."""
 
     def unpack(saved: SavedTensor) -> Tensor:
-        identified = _identified.get()
-        if identified is not None:
+        if (identified := _identified.get()) is not None:
             identified.append(saved)
             return torch.empty(0)
         with torch.no_grad():

@@ -72,8 +72,7 @@ def check_sound(method: Method, need: Need, site: Site) -> None:
 
 def kept_holding(source: Source, ledger: Ledger) -> Holding:
     """Return what counts a storage that is kept; one for all tensors that keep it."""
-    holding = source.recall("kept", Holding)
-    if holding is None:
+    if (holding := source.recall("kept", Holding)) is None:
         holding = Holding(ledger, source.nbytes)
         source.remember("kept", holding)
     return holding
@@ -150,8 +149,7 @@ class Packer:
         if not is_read_freely(job.tensor) or job.source.recall("kept", Holding) is not None:
             return None  # on a device, or the storage stays alive anyway
         key = ("spilled", job.saved.version)
-        record = job.source.recall(key, SpillRecord)
-        if record is None:
+        if (record := job.source.recall(key, SpillRecord)) is None:
             record = self._spill.put(job.tensor, str(job.site), self._ledger.note_held)
             if record is None:
                 return None
@@ -185,8 +183,7 @@ class Packer:
         return self._elements(job, tensor, bits, ElementCode(Codec.INTEGERS, base=low))
 
     def _window_places(self, job: PackRequest) -> PackedTensor | None:
-        pooled = saved_in(job.saved.node, "self")
-        if pooled is None:
+        if (pooled := saved_in(job.saved.node, "self")) is None:
             return None
         windows = windows_of(job.saved.node, pooled.restore(Scratch()).shape)
         places = windows.offsets(job.tensor)
@@ -227,8 +224,7 @@ class Packer:
         return held
 
     def _derivative(self, job: PackRequest) -> PackedTensor | None:
-        table = smooth_code(job.saved.node, job.treatment.bits)
-        if table is None:
+        if (table := smooth_code(job.saved.node, job.treatment.bits)) is None:
             return None
         dense = _dense(job.tensor)
         slopes = ElementCode(Codec.DERIVATIVE, key=job.key, table=table.lines)
@@ -273,8 +269,7 @@ class Packer:
         dimension = 1 if any(part in name for part in _CHANNELS_SECOND) else -1
         cut = Cut.along(dense, dimension) if job.treatment.by_channel else WHOLE
         key = (job.treatment, cut, *job.content_key)
-        found = job.source.recall(key, Decoded)
-        if found is not None:
+        if (found := job.source.recall(key, Decoded)) is not None:
             return Decoded(found.code, layout_of(dense), **found.arguments)
         low, high = ranges.ours().channel_ends(dense, cut)
         if is_read_freely(dense) and not (high - low).isfinite().all():
@@ -302,12 +297,10 @@ class Packer:
         return Rederived(recipe, layout_of(job.tensor))
 
     def _normalised(self, job: PackRequest) -> PackedTensor | None:
-        done = normalisation_of(job)
-        if done is None:
+        if (done := normalisation_of(job)) is None:
             return None
         forward = done.statistics.forward(done.inner)
-        made = self._value_code(job, job.tensor, forward)
-        if made is None:
+        if (made := self._value_code(job, job.tensor, forward)) is None:
             return None
         code = Stored(self._ledger, made)
         held = NormInput(code, layout_of(job.tensor), done)

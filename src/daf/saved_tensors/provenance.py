@@ -74,8 +74,7 @@ class Provenance:
 
     def learn(self, result: Tensor, held: PackedTensor) -> None:
         """Note that ``held.recipe`` computes ``result``."""
-        value = _value_of(result.grad_fn, result.output_nr)
-        if value is not None:
+        if (value := _value_of(result.grad_fn, result.output_nr)) is not None:
             self._known[value] = _Known(result._version, weakref.ref(held))
 
     def learn_made(self, node: Any, version: int, held: PackedTensor) -> None:
@@ -96,8 +95,7 @@ class Provenance:
 
     def learn_function(self, result: Tensor, function: Derivation) -> None:
         """Note that ``result`` is ``function`` of what an operator keeps, or could keep."""
-        value = _value_of(result.grad_fn, result.output_nr)
-        if value is not None:
+        if (value := _value_of(result.grad_fn, result.output_nr)) is not None:
             self._functions[value, result._version] = function
 
     def function_of(self, tensor: Tensor, version: int) -> Derivation | None:
@@ -169,8 +167,7 @@ class Provenance:
         return None if value is None else self._known.get(value)
 
     def _resolve(self, edge: tuple[Any, int], additions: int) -> Recipe | None:
-        known = self._find(*edge)
-        if known is None:
+        if (known := self._find(*edge)) is None:
             return None
         if known.held is not None:
             held = known.held()

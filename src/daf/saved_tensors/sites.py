@@ -100,8 +100,7 @@ class SiteTracker:
     def record(self, path: str, operator: str, call: int, save: int) -> SiteRecord:
         """Return the record of one site, and count one more use."""
         key = (path, operator, call, save)
-        found = self._records.get(key)
-        if found is None:
+        if (found := self._records.get(key)) is None:
             found = self._records[key] = SiteRecord(Site(*key))
         found.uses += 1
         found.draw = self._draws.get(found.site, 0)

@@ -183,8 +183,7 @@ class SensitivityTracker(Resumable):
 
     def weighed(self, profile: Profile) -> Profile:
         """Return the profile with the known sensitivities of its sites."""
-        found = self.sensitivity
-        if found is None:
+        if (found := self.sensitivity) is None:
             return profile
         return replace(profile, weights=found.weights(), noise_per_weight=found.noise_per_weight)
 

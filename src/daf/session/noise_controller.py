@@ -127,8 +127,7 @@ class NoiseController:
 
     def widen(self, budget_bytes: int | None) -> bool:
         """Widen codes by at least one bit; False if the budget has no room for that."""
-        plan = self.selector.plan
-        if plan is None:
+        if (plan := self.selector.plan) is None:
             return False
         if self.selector.profiles is None or budget_bytes is None:
             wider = one_bit_wider(plan.policy)

@@ -87,8 +87,7 @@ class PlanController(Resumable):
         """Profile on this batch and plan, unless that was done; raises as ``Session.prepare``."""
         if self.selector.plan is not None:
             return self.selector.plan
-        budget_bytes = self.budget_bytes
-        if budget_bytes is None:
+        if (budget_bytes := self.budget_bytes) is None:
             return self._without_budget(context.info)
         planner.warm_up()
         self.planned_for_bytes = context.info.nbytes

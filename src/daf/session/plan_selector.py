@@ -276,8 +276,7 @@ class PlanSelector(Resumable):
         """Widen codes, to this tolerance if that fits; False if no wider ones fit."""
         before, constraints = self.plan, self.constraints
         assert before is not None
-        level = wider_level(constraints.policy)
-        if level is not None:
+        if (level := wider_level(constraints.policy)) is not None:
             self.constraints = replace(constraints, policy=level)
             with suppress(BudgetError):
                 self.plan = self._make(budget_bytes)
@@ -291,8 +290,7 @@ class PlanSelector(Resumable):
 
     def tighten(self, plan: Plan) -> Plan | None:
         """Go on with a plan (tried ones first) that holds less than ``plan``; None without one."""
-        proven = self.autotuner.drop(plan)
-        if proven is not None:
+        if (proven := self.autotuner.drop(plan)) is not None:
             self.plan = proven
             return proven
         held = replace(plan, predicted_peak_bytes=self.modelled(plan.predicted_peak_bytes))

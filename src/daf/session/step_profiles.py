@@ -3,6 +3,7 @@
 What was measured serves larger batches too, as long as they are near it.
 """
 
+import gc
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,7 @@ from torch import nn
 
 from daf.budget.limits import room_bytes
 from daf.core.errors import BudgetError, DafError
+from daf.core.garbage import newer_garbage_collected
 from daf.core.notebook import Say
 from daf.core.profile import Profile, Profiles
 from daf.core.units import format_bytes
@@ -78,15 +80,17 @@ class StepProfiles:
         # Fused operators read codes, which need kernels where the model is.
         can_fuse = can_fuse and self.may_fuse and can_code_on(device_of(self.model))
         profiled = partial(self.profile, context, budget_bytes, on_progress=on_progress)
-        own = _own(profiled, (False, True) if can_fuse and budget_bytes else ())
-        if own.is_fused or not can_fuse or planner.kept_parts_fit(own, budget_bytes):
-            return Profiles(own)
-        try:
-            found = profiled(own)
-        except (DafError, RuntimeError) as error:
-            self.fusion_refusal = f"a small step failed with fused operators: {error}"
-            return Profiles(own)
-        return Profiles(own, found if found.gains_by_fusing else None)
+        gc.collect()  # what others left would be freed meanwhile, and seem not to be needed
+        with newer_garbage_collected():
+            own = _own(profiled, (False, True) if can_fuse and budget_bytes else ())
+            if own.is_fused or not can_fuse or planner.kept_parts_fit(own, budget_bytes):
+                return Profiles(own)
+            try:
+                found = profiled(own)
+            except (DafError, RuntimeError) as error:
+                self.fusion_refusal = f"a small step failed with fused operators: {error}"
+                return Profiles(own)
+            return Profiles(own, found if found.gains_by_fusing else None)
 
     def profile(self, *arguments: Any, **options: Any) -> Profile:
         """Return one profile; the arguments are those of ``Profiler.profile``."""

@@ -243,8 +243,7 @@ def _parameter_refusal(model: nn.Module, optimizer: torch.optim.Optimizer) -> st
     storages: set[int] = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            name = names.get(id(parameter))
-            if name is None:
+            if (name := names.get(id(parameter))) is None:
                 shape = list(parameter.shape)
                 return f"the optimizer has a parameter {shape} that is not the model's"
             trouble = _trouble(parameter, storages)

@@ -102,8 +102,7 @@ def _call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
     if _thread.is_inside or graph_task() != NO_TASK:
         return _calls.original(module, *arguments, **keywords)
     for around in reversed(_calls.listeners):
-        entered = around(module, arguments, keywords)
-        if entered is not None:
+        if (entered := around(module, arguments, keywords)) is not None:
             _thread.is_inside = True
             try:
                 with entered:

@@ -29,8 +29,7 @@ class OperatorMode(TorchFunctionMode):
         self._run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        backward_pass = _BACKWARD_PASSES.get(func)
-        if backward_pass is None:
+        if (backward_pass := _BACKWARD_PASSES.get(func)) is None:
             return self._run(func, args, kwargs or {})
         with self:
             return backward_pass(*args, **(kwargs or {}))

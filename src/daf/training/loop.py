@@ -270,8 +270,7 @@ class _Run:
 
     def _evaluate(self) -> None:
         self.memory.mark("evaluate")
-        metric = self._metric()
-        if metric is None:
+        if (metric := self._metric()) is None:
             return
         epoch = -(-self._step // self.job.order.steps_per_epoch)
         self._evaluations.append({"step": self._step, "epoch": epoch, "metric": metric})

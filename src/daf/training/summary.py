@@ -62,8 +62,7 @@ def write_plan_records(job: TrainingJob, folder: RunFolder) -> None:
     A process that made no step leaves the earlier sites, if any. Each file is replaced as a whole,
     so that a resumed run never shows half of one.
     """
-    plan = job.session.plan
-    if plan is not None:
+    if (plan := job.session.plan) is not None:
         predicted = {"predicted_peak_bytes": job.session.predicted_peak_bytes}
         told = {"choices": list(plan.choices), "left_alone": _left_alone(job.session)}
         told["saved_by_moment"] = dict(plan.saved_by_moment)

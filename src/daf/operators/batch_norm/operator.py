@@ -110,8 +110,7 @@ class BatchNormOperator(FusedOperator):
         """Return the result of an addition or ReLU that reads a stand-in."""
         if not torch.is_grad_enabled():
             return None
-        rectified = read_rectifier(*call)
-        if rectified is not None:
+        if (rectified := read_rectifier(*call)) is not None:
             return self._rectify(*rectified)
         if is_plain_addition(*call):
             return self._add(call.name, *call.arguments)

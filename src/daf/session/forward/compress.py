@@ -209,8 +209,7 @@ def compress(model: nn.Module, bits: int | str | None = None, **options: Any) ->
         return codes.compress(model, 2 if bits is None else bits, **options)
     if bits is not None:
         raise OptionError(f"asked for bits={bits!r} and a budget; give one of the two")
-    found = BudgetedForward.of(model)
-    if found is None:
+    if (found := BudgetedForward.of(model)) is None:
         return BudgetedForward(model, **options)
     found.budget = options["budget"]
     return found

@@ -80,8 +80,7 @@ class ForwardRunner(SessionReadings):
         own = weakref.ref(self)
 
         def refused(error: Exception) -> None:
-            runner = own()
-            if runner is not None:
+            if (runner := own()) is not None:
                 runner.raise_refusal(error)
 
         self._listener = refused
@@ -144,8 +143,7 @@ class ForwardRunner(SessionReadings):
         """Raise BudgetError if an error comes from memory refused since the last call began."""
         if isinstance(error, BudgetError) or not self._keeper.has_refused(error, self._refusals):
             return
-        found = self._plan_controller.refusal()
-        if found is not None:
+        if (found := self._plan_controller.refusal()) is not None:
             raise out_of_memory(found, self._keeper.memory_name) from error
 
     def end_losses(self) -> None:
