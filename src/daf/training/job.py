@@ -20,6 +20,7 @@ from daf.memory.domain import memory_on
 from daf.session.session import Session
 from daf.torch_compat import compiler
 from daf.training.data import load_data
+from daf.training.low_rank import load_peft, with_low_rank
 from daf.training.models import find_model
 from daf.training.run_folder import read_sensitivity
 from daf.training.settings import MEMORY_FORMATS, OPTIMIZERS, TrainSettings, checked_choice
@@ -93,6 +94,8 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
     )
     goal = settle_goal(settings.model, settings.goal or recipe.goal, data)
     optimizer_name = settings.optimizer or ("sgd" if goal.reads_images else "adamw")
+    if settings.lora is not None:
+        load_peft()
     known = read_sensitivity(Path(settings.sensitivity)) if settings.sensitivity else True
     baseline_bytes = _baseline_bytes(device)
 
@@ -100,13 +103,16 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
     np.random.seed(settings.seed % 2**32)
     random.seed(settings.seed)
     model = recipe.build(data.facts)
+    if settings.lora is not None:
+        model = with_low_rank(model, settings.lora)
     channels_last = settings.memory_format == "channels_last" and goal.reads_images
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     model.to(memory_format=memory_format)  # type: ignore[call-overload]
     task = data.make_task(goal, model, memory_format=memory_format, augment=settings.augment)
     model.to(device)
     compiler.keep_out()
-    optimizer = make_optimizer(optimizer_name, list(model.parameters()), settings)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = make_optimizer(optimizer_name, trained, settings)
     order = BatchOrder(task.train_examples, settings.batch_size, settings.seed)
     session = Session(
         model,

@@ -16,6 +16,7 @@ from daf.files.folder_lock import LOCK_NAME, held_folder
 from daf.files.records import Extent, begins_with, cut_log, end_of, read_json, write_json
 from daf.files.tensor_file import write_tensors
 from daf.sensitivity.result import Sensitivity
+from daf.training.low_rank import write_adapter
 from daf.training.settings import TrainSettings
 
 _SENSITIVITY = "sensitivity.json"
@@ -100,9 +101,11 @@ class RunFolder:
         return TrainSettings.from_json(value)
 
     def write_weights(self, model: nn.Module) -> None:
-        """Write ``model.safetensors``, atomically."""
+        """Write ``model.safetensors``, atomically; of ``--lora``, what is trained by itself too."""
         with replacing(self.weights, mode=PRIVATE) as file:
             write_tensors(file, model.state_dict(), {"format": "pt"})
+        if hasattr(model, "peft_config"):
+            write_adapter(model, self.path / "adapter")
 
     def write_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]

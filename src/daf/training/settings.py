@@ -180,6 +180,12 @@ class TrainSettings:
     goal: Goal | None = _shared(  # noqa: RUF009 - an enumeration is immutable
         None, "What to train for, where the model does not say it."
     )
+    lora: int | None = _shared(
+        None,
+        "Freeze a model of Transformers and train low-rank differences of this rank in its "
+        "attention (LoRA, by PEFT), written to adapter/ in the run's folder too.",
+        least=1,
+    )
     augment: bool | None = _train_only(None, "Crop and flip images; by default for cifar10.")
     image_size: int | None = _shared(None, "Pixels per side; by default the data's own.", least=1)
     context: int | None = _shared(
