@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.core.errors import DataError
 from daf.training.task import Batch, Goal, Indices, Loss, Task, scores_of
 from daf_bench.data.tokens import TokenRows
 
@@ -29,6 +30,15 @@ class SentenceData:
     vocabulary: int
     context: int
     generates: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise DataError if prompts leave no token to predict."""
+        for part in (self.train, self.test) if self.generates else ():
+            if not (part.lengths > part.prompts).any():
+                raise DataError(
+                    f"asked for {self.name} with a context of {self.context}; its prompts take all "
+                    f"of that, or more: try --context {2 * self.context}"
+                )
 
     @property
     def goals(self) -> tuple[Goal, ...]:

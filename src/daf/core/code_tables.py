@@ -178,8 +178,8 @@ def derivative_lines(places: Doubles, values: Doubles) -> Doubles:
     """Return the line of least squares on each of 16 pieces of a function.
 
     ``places`` (n,) ascend, and each counts as the distance between its neighbours. The first and
-    the last line are constant, so that nothing grows beyond the places. Borders minimise the error
-    by dynamic programming, among every 64th place first, then among those around the borders found.
+    last lines are the first and last value, which saturated activations have. Borders minimise the
+    error by dynamic programming, among every 64th place first, then among those around these.
 
     Returns (47,): 15 ascending borders, each a place, then the lines' scales, then their shifts.
     Raises KernelError unless there are at least 64 places for each piece.
@@ -190,12 +190,12 @@ def derivative_lines(places: Doubles, values: Doubles) -> Doubles:
             f"asked for lines through {count} places; give {64 * DERIVATIVE_PIECES} or more"
         )
     sums = _outward_sums(places, values)
-    chosen = np.unique(np.append(np.arange(0, count, 64), count))
+    chosen, ends = np.unique(np.append(np.arange(0, count, 64), count)), values[[0, -1]]
     for radius in (64, 8, 0):
-        borders = _best_borders(sums, chosen)
+        borders = _best_borders(sums, chosen, ends)
         around = borders[:, None] + np.arange(-8, 9) * radius // 8
         chosen = np.unique(np.clip(np.concatenate([[0, count], around.ravel()]), 0, count))
-    scale, shift = _lines(np.diff(sums[:, [0, *borders, count]]))
+    scale, shift = _lines(np.diff(sums[:, [0, *borders, count]]), ends)
     return np.concatenate([places[borders - 1], scale, shift])
 
 
@@ -212,26 +212,27 @@ def _outward_sums(x: Doubles, y: Doubles) -> Doubles:
     return sums
 
 
-def _lines(sums: Doubles) -> tuple[Doubles, Doubles]:
-    """Return scales and shifts of pieces of these (6, pieces) sums, 0 the first and last scale."""
+def _lines(sums: Doubles, ends: Doubles) -> tuple[Doubles, Doubles]:
+    """Return scales and shifts of pieces of these (6, pieces) sums, constant at the ``ends``."""
     weight, x, y, xx, xy, _ = sums
     scale = (xy - x * y / weight) / (xx - x * x / weight)
-    scale[[0, -1]] = 0.0
-    return scale, (y - scale * x) / weight
+    shift = (y - scale * x) / weight
+    scale[[0, -1]], shift[[0, -1]] = 0.0, ends
+    return scale, shift
 
 
-def _best_borders(sums: Doubles, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
+def _best_borders(sums: Doubles, chosen: NDArray[np.intp], ends: Doubles) -> NDArray[np.intp]:
     """Return the best interior borders among the ``chosen`` numbers of places, ends included."""
     here = sums[:, chosen]
     line, total = np.empty((2, len(chosen), len(chosen)))
     for at in range(0, len(chosen), _ROWS):
-        line[at : at + _ROWS] = _errors(here, here[:, at : at + _ROWS])[1]
-    best, choices = _errors(here, here[:, :1])[0][0], []
+        line[at : at + _ROWS] = _errors(here, here[:, at : at + _ROWS])
+    best, choices = _end_errors(here - here[:, :1], ends[0]), []
     for _ in range(DERIVATIVE_PIECES - 2):
         np.add(best[:, None], line, out=total)
         choices.append(total.argmin(axis=0))
         best = total.min(axis=0)
-    place = int((best + _errors(here[:, -1:], here)[0][:, 0]).argmin())
+    place = int((best + _end_errors(here[:, -1:] - here, ends[1])).argmin())
     places = [place]
     for choice in reversed(choices):
         place = int(choice[place])
@@ -242,12 +243,19 @@ def _best_borders(sums: Doubles, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
 _ROWS = 32  # at a time: tables are made in mid-training, where memory is short
 
 
-def _errors(after: Doubles, before: Doubles) -> tuple[Doubles, Doubles]:
-    """Return the errors of a constant and of a line on pieces that begin ``before``: (b, a)."""
+def _errors(after: Doubles, before: Doubles) -> Doubles:
+    """Return the errors of lines on pieces that begin ``before``: (b, a)."""
     weight, x, y, xx, xy, yy = after[:, None, :] - before[:, :, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         flat = yy - y * y / weight
-        line = flat - (xy - x * y / weight) ** 2 / (xx - x * x / weight)
-    impossible = ~np.isfinite(line) | (weight <= 0)
-    flat[impossible], line[impossible] = np.inf, np.inf
-    return flat, line
+        error: Doubles = flat - (xy - x * y / weight) ** 2 / (xx - x * x / weight)
+    error[~np.isfinite(error) | (weight <= 0)] = np.inf
+    return error
+
+
+def _end_errors(sums: Doubles, value: float) -> Doubles:
+    """Return (n,) errors of the constant ``value`` on pieces of these (6, n) sums."""
+    weight, _, y, _, _, yy = sums
+    error: Doubles = yy - value * (2.0 * y - value * weight)
+    error[weight <= 0] = np.inf
+    return error

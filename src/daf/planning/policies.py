@@ -111,8 +111,7 @@ def tightest(problem: Problem) -> Candidate | None:
         table = shape.table(profile, allowed)
         if best is not None and table.peak_bytes(()) >= best.peak_bytes:
             continue
-        selection = Program(table, problem.tolerance).least_peak()
-        if selection is not None:
+        if (selection := Program(table, problem.tolerance).least_peak()) is not None:
             found = Candidate(table, selection)
             best = min(best or found, found, key=attrgetter("peak_bytes"))
     return best

@@ -318,8 +318,7 @@ class Replays:
         call = self._running[-1]
         assert isinstance(call, ReplayedCall)  # a call that runs again has hooks of its own
         saved = SavedTensor(tensor)
-        constant = self.keeper.keep_constant(tensor, call.site)
-        if constant is not None:
+        if (constant := self.keeper.keep_constant(tensor, call.site)) is not None:
             call.skip()
             saved.settle(constant)
         else:

@@ -133,8 +133,7 @@ def _name_custom(node: Any) -> None:
     Where it computes otherwise than PyTorch, ``daf_plain_bytes`` of its context are what PyTorch
     would have made and saved in place of each; None: the same tensor.
     """
-    needs = getattr(getattr(node, "_forward_cls", None), "daf_needs", None)
-    if needs is None:
+    if (needs := getattr(getattr(node, "_forward_cls", None), "daf_needs", None)) is None:
         return
     plain = getattr(node, "daf_plain_bytes", (None,) * len(needs))
     found = saves_read_by(lambda: node.saved_tensors)

@@ -228,8 +228,7 @@ class Packer:
             return None
         dense = _dense(job.tensor)
         slopes = ElementCode(Codec.DERIVATIVE, key=job.key, table=table.lines)
-        code = self._elements(job, dense, job.treatment.bits, slopes)
-        if code is None:
+        if (code := self._elements(job, dense, job.treatment.bits, slopes)) is None:
             return None
         return Decoded(Stored(self._ledger, code), layout_of(dense), table=table.representatives)
 

@@ -159,8 +159,7 @@ class SensitivityTracker(Resumable):
         """
         if not self._is_on or self.refusal:
             return False
-        examples = self._examples_that_fit(context.info.examples, room)
-        if examples is None:
+        if (examples := self._examples_that_fit(context.info.examples, room)) is None:
             return False
         if room is not None:
             self.keeper.expect(self._predicted_bytes(room.profile, examples))

@@ -72,8 +72,7 @@ class Losses:
     def _run(self, function: Callable[..., Any], arguments: Arguments, keywords: Keywords) -> Any:
         if function is not F.cross_entropy or pack_hook() is not None:  # somebody else saves for it
             return function(*arguments, **keywords)
-        found = logits_loss(OperatorCall(function, arguments, keywords))
-        if found is None:
+        if (found := logits_loss(OperatorCall(function, arguments, keywords))) is None:
             return function(*arguments, **keywords)
         for each in _thread.inside:  # whoever's logits they are
             each._is_known = True

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-_BESIDE_THE_CHECKOUT = Path(__file__).parents[4] / "shared" / "data"
+_BESIDE_THE_CHECKOUT = Path(__file__).parents[3] / "shared" / "data"
 
 
 @pytest.fixture
