@@ -40,7 +40,7 @@ from daf_bench.cli_output import (
     to_file,
     to_picture,
 )
-from daf_bench.cli_papers import papers_command
+from daf_bench.cli_papers import jobs_command, papers_command
 from daf_bench.cli_peers import peers_command
 from daf_bench.cli_start import start_command
 from daf_bench.cli_values import values_command
@@ -72,6 +72,7 @@ app = typer.Typer(help="Measure DAF against what a user would pick instead.", ri
 
 app.command("peers")(peers_command)
 app.command("papers")(papers_command)
+app.command("jobs")(jobs_command)
 app.command("ablations")(ablations_command)
 app.command("levers")(levers_command)
 app.command("conformance")(conformance_command)

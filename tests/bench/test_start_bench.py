@@ -26,6 +26,7 @@ def found(first_ms: float, run_ms: float, steady_ms: float, peak_bytes: int = 90
 
 def row(cold: dict[str, Any], warm: dict[str, Any], **changed: Any) -> dict[str, Any]:
     known = {"workload": "w1", "share": 0.5, "refused": False, "plain_ms": 100.0}
+    known["plain_first_ms"] = 160.0
     return known | {"budget_bytes": 100, "cold": cold, "warm": warm} | changed
 
 
@@ -38,6 +39,7 @@ def test_figures_take_off_what_any_session_may_take_and_name_the_worst() -> None
     assert figures["cold_worst"] == pytest.approx(10.0)  # (1300 - 300) / 100
     assert figures["cold_median"] == pytest.approx(6.5)
     assert figures["warm_worst"] == pytest.approx(2.0)  # (290 - 50) / 120; (450 - 50) / 200
+    assert figures["warm_to_plains_first_worst"] == pytest.approx(2.5)  # (450 - 50) / 160
     assert figures["run20_worst"] == pytest.approx(6000 / (RUN_STEPS * 200 + 200))
     assert (figures["refused"], figures["failed"], figures["over_budget"]) == (1, 0, 1)
 

@@ -63,7 +63,8 @@ def run(
         f"on {torch.get_num_threads()} threads; data: {job.sources.described()}",
         f"cold: (from the session's making to the end of the first step - {COLD_MS:.0f} ms) over "
         "plain's step",
-        f"warm: (the same in a second process - {WARM_MS:.0f} ms) over the session's steady step",
+        f"warm: (the same in a second process - {WARM_MS:.0f} ms) over the session's steady step; "
+        "warm_to_plains_first: over plain's first step, which loads code and memory, too",
         f"run20: (a session's first {RUN_STEPS} steps - {COLD_MS:.0f} ms) over as many steady ones "
         "and two of plain's",
     )
@@ -83,7 +84,8 @@ def _row(job: StartJob, name: str, share: float) -> Row:
             warm = _trained(job, name, budget_bytes, cache)
         except ContestantError as error:
             return row | {"failed": str(error)}
-    row |= {"plain_ms": plain["plain_ms"], "plain_peak_bytes": plain["peak_bytes"]}
+    row |= {"plain_ms": plain["plain_ms"], "plain_first_ms": plain["first_ms"]}
+    row |= {"plain_peak_bytes": plain["peak_bytes"]}
     return row | {"budget_bytes": budget_bytes, "cold": cold, "warm": warm}
 
 
@@ -108,6 +110,7 @@ def ratios_of(row: Row) -> dict[str, float]:
     return {
         "cold": (cold["first_ms"] - COLD_MS) / plain_ms,
         "warm": (warm["first_ms"] - WARM_MS) / warm["steady_ms"],
+        "warm_to_plains_first": (warm["first_ms"] - WARM_MS) / row["plain_first_ms"],
         "run20": (cold["run_ms"] - COLD_MS) / short_ms,
         "measuring_share": max(cold["measuring_share"], warm["measuring_share"]),
     }

@@ -1,0 +1,1 @@
+"""DAF's jobs at their real size: what ``daf train`` holds and takes on them."""
