@@ -54,10 +54,8 @@ def train_command(
     except KeyboardInterrupt:
         _say_how_to_resume(folder, "the step in progress was abandoned")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    if summary["finished"]:
-        trouble = draw_memory_elsewhere(folder.path)
-        if trouble:
-            print(f"daf: a picture in {folder.path} was not drawn: {trouble}", file=sys.stderr)
+    if summary["finished"] and (trouble := draw_memory_elsewhere(folder.path)):
+        print(f"daf: a picture in {folder.path} was not drawn: {trouble}", file=sys.stderr)
     print(json.dumps(summary)) if as_json else show_summary(summary, folder)
     if not summary["finished"]:
         _say_how_to_resume(folder, f"stopped after step {summary['steps']}")

@@ -30,8 +30,7 @@ def _leave(memory: DeviceMemory) -> None:
             return  # the last ones were collected together
         share, keepers = _open[memory.name]
         memory.limit_to_share(share)
-        left = sorted(keepers, key=DeviceKeeper.tightness)
-        if not left:
+        if not (left := sorted(keepers, key=DeviceKeeper.tightness)):
             del _open[memory.name]
         for keeper in left:
             keeper.apply_again()

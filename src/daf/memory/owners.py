@@ -116,8 +116,7 @@ class Owners:
             redirects, returns = redirects or claim.redirects, returns or claim.returns_freed_blocks
             cap, expected = _less(cap, claim.cap_bytes), _less(expected, claim.expected_bytes)
         if redirects and not native.is_installed():
-            problem = native.install()
-            if problem:
+            if problem := native.install():
                 raise cannot_redirect(problem)
         elif redirects and len(sys.modules) != self._modules:  # NumPy was imported since, say
             self._modules = len(sys.modules)

@@ -45,8 +45,7 @@ class RecyclingAllocator:
         owners.leave_with(self, self._claim)
 
     def __enter__(self) -> RecyclingAllocator:
-        problem = unsupported_reason()
-        if problem:
+        if problem := unsupported_reason():
             raise cannot_redirect(problem)
         owners.enter(self._claim)
         return self

@@ -170,8 +170,7 @@ def _range_bytes(first: int, size: int) -> int:
     total, inside = 0, False
     with _SMAPS.open() as lines:
         for line in lines:
-            mapping = _MAPPING.match(line)
-            if mapping:
+            if mapping := _MAPPING.match(line):
                 inside = first <= int(mapping[1], 16) < first + size
             elif inside and line.startswith("Rss:"):
                 total += int(line.split()[1]) * 1024

@@ -38,8 +38,7 @@ class OperatorFamilies:
 
     def named(self, names: Collection[str]) -> list[FusedOperator]:
         """Return a policy's operators, as registered; UnknownNameError if one of them is not."""
-        unknown = sorted(set(names) - _kinds.keys())
-        if unknown:
+        if unknown := sorted(set(names) - _kinds.keys()):
             known = ", ".join(_kinds)
             raise UnknownNameError(f"asked for operator {unknown[0]!r}; registered: {known}")
         for name in set(names) - self._made.keys():

@@ -168,8 +168,7 @@ def objection(call: RowNormArguments | None, pack: Callable[..., Any]) -> str:
         return "its input is no float32 tensor that there are kernels for"
     if not x.is_contiguous() or not eligibility.has_usual_strides(x):
         return "its input is not contiguous"
-    reason = eligibility.size_objection(x)
-    if reason:
+    if reason := eligibility.size_objection(x):
         return reason
     shape = tuple(call.normalized_shape)
     if is_coded_on_device(x) and math.prod(shape) > LONGEST_ROW_ON_DEVICE:

@@ -291,8 +291,7 @@ def evicted(table: Table, limit_bytes: int) -> Selection | None:
     holder = np.array(kept_selection(table), dtype=np.intp)  # (families,) the column of each
     for _ in range(_MOST_ROUNDS):
         usage = table.usage_of(_selection(holder))
-        worst = worst_moments(usage, limit_bytes, 1)
-        if not worst:
+        if not (worst := worst_moments(usage, limit_bytes, 1)):
             _loosen(table, holder, limit_bytes)
             return _selection(holder)
         if not _tighten(table, holder, table.row(worst[0]), float(usage[worst[0]]) - limit_bytes):

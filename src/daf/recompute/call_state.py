@@ -252,8 +252,7 @@ class CallState:
 
     def _finish_python(self) -> None:
         assert self._python is not None
-        written = self._python.written()
-        if written:
+        if written := self._python.written():
             raise SavedTensorError(
                 f"asked to replay {self._path!r}, whose forward pass changed the tensor in its "
                 f"attribute {written!r} in place, so that it cannot be run again from what it "

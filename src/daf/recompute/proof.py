@@ -108,8 +108,7 @@ class ReplayProof:
         if not is_watched or not self._saves.sees or target.path in self._refusals:
             return target.forward(*arguments, **keywords)
         with without_torch_function():
-            has_room = self._has_room((arguments, keywords))
-            if has_room:
+            if has_room := self._has_room((arguments, keywords)):
                 state = CallState(target, self._generators, arguments, keywords)
                 inputs = Inputs((arguments, keywords), self._hold)
         if not has_room:

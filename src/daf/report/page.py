@@ -94,8 +94,7 @@ def _problems(run: Run) -> Markup:
 
 
 def _training(run: Run) -> Markup:
-    charts = [chart.html() for chart in run_charts.training_charts(run)]
-    if not charts:
+    if not (charts := [chart.html() for chart in run_charts.training_charts(run)]):
         return quiet("Too few steps for curves.")
     return element("div", *charts, class_="pair")
 
@@ -161,8 +160,7 @@ def _facts(summary: Record) -> str:
 
 def plan_figure(run: Run) -> Markup:
     """Return a cell for every saved tensor: width by bytes, colour by treatment."""
-    strips = treatments.strips_of(run)
-    if not strips:
+    if not (strips := treatments.strips_of(run)):
         return quiet("The folder holds no whole sites.jsonl, which a run leaves at its end.")
     most = max(strip.plain_bytes for strip in strips) or 1
     rows = [_strip_row(strip, most, strips[0].cells[0]) for strip in strips]
@@ -236,8 +234,7 @@ def _plan_words(run: Run) -> Markup:
 
 
 def _left_alone(run: Run) -> Markup:
-    refused = (run.plan or {}).get("left_alone", ())
-    if not refused:
+    if not (refused := (run.plan or {}).get("left_alone", ())):
         return joined()
     summary = element("summary", f"{len(refused)} levers left alone: nothing has proven them")
     return element("details", summary, table(LEVER_COLUMNS, map(lever_row, refused)))

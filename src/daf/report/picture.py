@@ -115,8 +115,7 @@ def draw_memory(folder: Path) -> Path:
     """
     run = read_run(folder)
     path = folder / "memory.png"
-    charts = memory_charts(run)
-    if not charts:
+    if not (charts := memory_charts(run)):
         raise ValueError(f"{folder / 'memory.jsonl'} holds no sample")
     draw([replace(charts[0], title=run.title)], path)
     return path

@@ -107,8 +107,7 @@ def waterfall(run: Run) -> list[Bar]:
                 Bar(ACCOUNT_TERMS.get(name, name.replace("_", " ")), kind, level, level + nbytes)
             )
             level += nbytes
-    predicted = run.summary["predicted_peak_bytes"]
-    if predicted:
+    if predicted := run.summary["predicted_peak_bytes"]:
         bars.append(Bar("predicted before step 1", "predicted", 0, predicted))
     return [*bars, Bar("measured peak", "measured", 0, run.summary["peak_bytes"] or 0)]
 
@@ -179,8 +178,7 @@ def last_bias(run: Run) -> float | None:
 
 def curve(run: Run, key: str, style: str, name: str | None = None) -> list[Series]:
     """Return a quantity over steps; a long one as a faint line and its running mean."""
-    points = run.points_of(key)
-    if not points:
+    if not (points := run.points_of(key)):
         return []
     title = name or key.replace("_", " ").replace(" per s", " a second")
     if len(points) < _SMOOTHED_FROM_STEPS:

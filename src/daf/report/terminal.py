@@ -59,8 +59,7 @@ def _lines(run: Run) -> Table:
         grid.add_row("memory", spark(heights, 0.0, most), f"0 to {most:,.0f} MB, {seconds}")
     curves = (("loss", "loss"), ("examples_per_s", "examples/s"), (ADDED, "noise of codes"))
     for key, name in curves:
-        points = run.points_of(key)
-        if points:
+        if points := run.points_of(key):
             values = [value for _, value in thinned(points, fmean, _LINE_WIDTH)]
             low, high = min(values), max(values)
             words = f"{number(low)} to {number(high)}, {len(points)} steps"
@@ -88,8 +87,7 @@ def _account(run: Run) -> Table:
 
 
 def _plan(run: Run) -> list[RenderableType]:
-    strips = strips_of(run)
-    if not strips:
+    if not (strips := strips_of(run)):
         return [Text("the folder holds no whole sites.jsonl, which a run leaves at its end")]
     line = Text("plan, a block for every saved tensor: ")
     for strip in strips:

@@ -319,8 +319,7 @@ class Session(SessionReadings):
             DivergedError: with ``rollback``, the run diverged again, or codes cannot be wider.
         """
         norm = arguments.checked_norm(max_grad_norm)
-        passes = compiler.asks_anew(self.optimizer)
-        if not passes:
+        if not (passes := compiler.asks_anew(self.optimizer)):
             with self._turn():
                 return self._run(batch, loss_fn, norm)
         reports = []

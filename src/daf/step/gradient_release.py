@@ -246,8 +246,7 @@ def _parameter_refusal(model: nn.Module, optimizer: torch.optim.Optimizer) -> st
             if (name := names.get(id(parameter))) is None:
                 shape = list(parameter.shape)
                 return f"the optimizer has a parameter {shape} that is not the model's"
-            trouble = _trouble(parameter, storages)
-            if trouble:
+            if trouble := _trouble(parameter, storages):
                 return f"parameter {name!r} {trouble}"
     return ""
 

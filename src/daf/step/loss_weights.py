@@ -178,8 +178,7 @@ class LossWeights(TorchFunctionMode):
             self.branches.append(found)
         if not (self._reads_all or isinstance(found, (Tensor, tuple, list))):
             return found  # a shape, a flag or a module's setting: nothing to follow
-        is_read = self._reads_all or _is_differentiable(found)
-        if is_read:
+        if is_read := self._reads_all or _is_differentiable(found):
             self.functions.add(name)
             self.functions |= {self._names[id(each)] for each in given if id(each) in self._names}
         self._follow(name, given, kwargs, found, is_read)

@@ -68,8 +68,7 @@ def write_plan_records(job: TrainingJob, folder: RunFolder) -> None:
         told["saved_by_moment"] = dict(plan.saved_by_moment)
         told["forward_moments"] = plan.forward_moments
         write_json(folder.plan, _facts(plan) | told | predicted)
-    rows = [each.as_dict() for each in job.session.sites()]
-    if rows:
+    if rows := [each.as_dict() for each in job.session.sites()]:
         write_lines(folder.sites, rows)
 
 
@@ -93,8 +92,7 @@ def _expected_noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
     profile, found = session.profile_of(plan), session.sensitivity
     if profile is None:
         return None
-    by_site = expected_noise(profile, plan.policy, plan.micro_batch)
-    if not by_site:
+    if not (by_site := expected_noise(profile, plan.policy, plan.micro_batch)):
         return None
     treatments = {
         each.site: plan.policy.treatment(each.need, each.site) for each in profile.savings

@@ -171,8 +171,7 @@ def objection(call: NormArguments | None, pack: Callable[..., Any]) -> str:
     if call.training is not True:
         return "it does not normalise by the batch's statistics"
     x = call.input
-    reason = eligibility.input_objection(x)
-    if reason:
+    if reason := eligibility.input_objection(x):
         return reason
     if x.dim() < 2 or x.numel() // x.shape[1] < 2:
         return "it has one value per channel"

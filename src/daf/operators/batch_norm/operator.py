@@ -165,8 +165,7 @@ class BatchNormOperator(FusedOperator):
         call = context.fuse(
             FusedNorm, inputs, holder, lambda: run_forward(norm, addend, most, holder, owned=owned)
         )
-        is_over = call.result.data_ptr() == norm.x.data_ptr()
-        if is_over:
+        if is_over := call.result.data_ptr() == norm.x.data_ptr():
             state.sources.renew(call.result)
         mask_bytes = 0 if call.held.mask is None else call.held.mask.nbytes
         mask = () if rectifier is None else (self._note_mask(rectifier, mask_bytes, call.result),)
