@@ -18,7 +18,7 @@ UNREADABLE = (
     *(OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
     *(MemoryError, RecursionError, pickle.UnpicklingError),
 )
-_MOST_OPERATIONS = 10**6  # and 50,000
+_MOST_OPERATIONS = 10**6  # and 50,000; CIFAR-100's training images 200,000
 _TEXTS = frozenset(
     (
         *("BINBYTES", "SHORT_BINBYTES", "STRING", "BINSTRING", "SHORT_BINSTRING"),
@@ -41,13 +41,13 @@ _FRAMES = frozenset(("PROTO", "FRAME", "MARK", "STOP"))
 _ALLOWED = _TEXTS | _PUTS | _GETS | _NAMES | _NUMBERS | _CONTAINERS | _FRAMES
 
 
-def load_arrays(data: bytes) -> Any:
+def load_arrays(data: bytes, most_bytes: int = MOST_BYTES) -> Any:
     """Return what ``data`` pickle, texts as bytes, arrays of bytes as uint8.
 
-    Raises one of ``UNREADABLE``.
+    ``most_bytes``: more are refused, unread. Raises one of ``UNREADABLE``.
     """
-    if len(data) > MOST_BYTES:
-        raise pickle.UnpicklingError(f"it has {len(data)} bytes; a batch has at most {MOST_BYTES}")
+    if len(data) > most_bytes:
+        raise pickle.UnpicklingError(f"it has {len(data)} bytes; a batch has at most {most_bytes}")
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)
         try:

@@ -1,7 +1,8 @@
-"""CIFAR-10: one ``.npz`` file, or the published folder of pickled batches."""
+"""CIFAR-10 and CIFAR-100: one ``.npz`` file, or the published folder of pickled batches."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,12 @@ from daf.training.task import MOST_CLASSES
 from daf_bench.data.array_pickle import MOST_BYTES, UNREADABLE, load_arrays
 from daf_bench.data.guarded_files import open_data, read_npz
 
+_OVER_TRAINING = "mean and deviation per channel over the 50,000 training images / 255"
 CIFAR10_NORMALISATION = Normalisation(
-    (0.4914, 0.4822, 0.4465),
-    (0.2470, 0.2435, 0.2616),
-    "mean and deviation per channel over the 50,000 training images / 255",
+    (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), _OVER_TRAINING
+)
+CIFAR100_NORMALISATION = Normalisation(
+    (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), _OVER_TRAINING
 )
 _CLASSES = (
     "airplane",
@@ -31,8 +34,54 @@ _CLASSES = (
     "truck",
 )
 _KEYS = ("x_train", "y_train", "x_test", "y_test")
-_TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
-_TEST_FILE = "test_batch"
+_CLASS_NAMES = b"fine_label_names"
+_MOST_META_BYTES = 10**6  # the published one has 1.5 kB
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What tells one data set's published files from the other's."""
+
+    name: str
+    title: str
+    folder: str
+    train: tuple[str, ...]
+    test: str
+    meta: str | None  # the file that names the classes
+    labels: bytes
+    most_bytes: int  # of a batch
+    classes: tuple[str, ...]  # where no file names them
+    normalisation: Normalisation
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (*self.train, self.test, *([self.meta] if self.meta else []))
+
+
+_CIFAR10 = _Form(
+    name="cifar10",
+    title="CIFAR-10",
+    folder="cifar-10-batches-py",
+    train=tuple(f"data_batch_{number}" for number in range(1, 6)),
+    test="test_batch",
+    meta=None,
+    labels=b"labels",
+    most_bytes=MOST_BYTES,
+    classes=_CLASSES,
+    normalisation=CIFAR10_NORMALISATION,
+)
+_CIFAR100 = _Form(
+    name="cifar100",
+    title="CIFAR-100",
+    folder="cifar-100-python",
+    train=("train",),
+    test="test",
+    meta="meta",
+    labels=b"fine_labels",
+    most_bytes=160 * 10**6,  # the published training images are one batch of 155 MB
+    classes=tuple(map(str, range(100))),
+    normalisation=CIFAR100_NORMALISATION,
+)
 
 
 def load_cifar10(path: Path, image_size: int | None = None) -> ImageData:
@@ -44,33 +93,49 @@ def load_cifar10(path: Path, image_size: int | None = None) -> ImageData:
     Raises:
         DataError: the file is missing, truncated, or holds something else.
     """
+    return _load(_CIFAR10, path).at_size(image_size)
+
+
+def load_cifar100(path: Path, image_size: int | None = None) -> ImageData:
+    """Read CIFAR-100 with its 100 fine labels; sizes and ``.npz`` as ``load_cifar10``'s.
+
+    A folder holds ``train``, ``test`` and ``meta``, which names the classes. In an ``.npz`` without
+    ``classes`` their numbers do.
+
+    Raises:
+        DataError: a file is missing, truncated, or holds something else.
+    """
+    return _load(_CIFAR100, path).at_size(image_size)
+
+
+def _load(form: _Form, path: Path) -> ImageData:
     if path.is_dir():
-        return _named(path, *_from_folder(path), _CLASSES).at_size(image_size)
+        return _named(form, path, *_from_folder(form, path))
     if not path.is_file():
         raise DataError(
-            f"asked for cifar10:{path}, but there is no such file or folder; name an .npz with "
-            f"{', '.join(_KEYS)}, or the unpacked folder cifar-10-batches-py"
+            f"asked for {form.name}:{path}, but there is no such file or folder; name an .npz with "
+            f"{', '.join(_KEYS)}, or the unpacked folder {form.folder}"
         )
-    return _named(path, *_from_npz(path)).at_size(image_size)
+    return _named(form, path, *_from_npz(form, path))
 
 
 def _named(
-    path: Path, train: LabelledImages, test: LabelledImages, classes: tuple[str, ...]
+    form: _Form, path: Path, train: LabelledImages, test: LabelledImages, classes: tuple[str, ...]
 ) -> ImageData:
     return ImageData(
-        name=f"cifar10:{path}",
+        name=f"{form.name}:{path}",
         train=train,
         test=test,
         classes=classes,
         full_scale=255,
-        normalisation=CIFAR10_NORMALISATION,
+        normalisation=form.normalisation,
         augment=True,
     )
 
 
-def _from_npz(path: Path) -> tuple[LabelledImages, LabelledImages, tuple[str, ...]]:
+def _from_npz(form: _Form, path: Path) -> tuple[LabelledImages, LabelledImages, tuple[str, ...]]:
     arrays = read_npz(path, _KEYS, ("classes",))
-    names = arrays.get("classes", np.array(_CLASSES))
+    names = arrays.get("classes", np.array(form.classes))
     if names.ndim != 1 or len(names) > MOST_CLASSES:
         raise DataError(f"{path} classes: expected at most {MOST_CLASSES} names in a row")
     classes = tuple(str(name) for name in names)
@@ -110,34 +175,64 @@ def _checked(
     return LabelledImages(np.ascontiguousarray(images), labels.astype(np.int64))
 
 
-def _from_folder(folder: Path) -> tuple[LabelledImages, LabelledImages]:
-    batches = [_read_batch(folder / name) for name in _TRAIN_FILES]
+def _from_folder(
+    form: _Form, folder: Path
+) -> tuple[LabelledImages, LabelledImages, tuple[str, ...]]:
+    classes = form.classes if form.meta is None else _class_names(form, folder / form.meta)
+    batches = [_read_batch(form, folder / name, len(classes)) for name in form.train]
     images = np.concatenate([batch.images for batch in batches])
     labels = np.concatenate([batch.labels for batch in batches])
-    return LabelledImages(images, labels), _read_batch(folder / _TEST_FILE)
+    test = _read_batch(form, folder / form.test, len(classes))
+    return LabelledImages(images, labels), test, classes
 
 
-def _read_batch(path: Path) -> LabelledImages:
+def _class_names(form: _Form, path: Path) -> tuple[str, ...]:
+    names = _unpickled(form, path, _MOST_META_BYTES).get(_CLASS_NAMES)
+    if not isinstance(names, list) or any(type(name) is not bytes for name in names):
+        raise DataError(f"{path}: expected a dict with a list of names '{_CLASS_NAMES.decode()}'")
+    try:
+        classes = tuple(name.decode().strip() for name in names)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: expected names of classes in UTF-8 ({error})") from error
+    wanted, different = len(form.classes), len(set(classes) - {""})
+    if len(classes) != wanted or different != wanted:
+        raise DataError(
+            f"{path}: expected {wanted} different names of classes, "
+            f"found {len(classes)}, of which {different} differ"
+        )
+    return classes
+
+
+def _read_batch(form: _Form, path: Path, classes: int) -> LabelledImages:
+    batch = _unpickled(form, path, form.most_bytes)
+    return _checked(str(path), *_arrays(form, path, batch), classes)
+
+
+def _unpickled(form: _Form, path: Path, most_bytes: int) -> dict[bytes, object]:
+    """Return the dict that a file pickles; an empty one if it is something else."""
     if not path.exists():
-        needed = ", ".join((*_TRAIN_FILES, _TEST_FILE))
-        raise DataError(f"{path} is missing; a CIFAR-10 folder holds {needed}")
+        raise DataError(f"{path} is missing; a {form.title} folder holds {', '.join(form.files)}")
     try:
         with open_data(path, path.parent) as file:
-            batch = load_arrays(file.read(MOST_BYTES + 1))
+            content = load_arrays(file.read(most_bytes + 1), most_bytes)
     except DataError:
         raise
     except UNREADABLE as error:
         raise DataError(
-            f"{path} is not a whole CIFAR-10 batch ({error}); fetch it again"
+            f"{path} is not a whole {form.title} file ({error}); fetch it again"
         ) from error
-    return _checked(str(path), *_arrays(path, batch), len(_CLASSES))
+    return content if isinstance(content, dict) else {}
 
 
-def _arrays(path: Path, batch: object) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
-    pixels = batch.get(b"data") if isinstance(batch, dict) else None
-    labels = batch.get(b"labels") if isinstance(batch, dict) else None
+def _arrays(
+    form: _Form, path: Path, batch: dict[bytes, object]
+) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
+    pixels, labels = batch.get(b"data"), batch.get(form.labels)
     if not isinstance(pixels, np.ndarray) or not isinstance(labels, list) or pixels.ndim != 2:
-        raise DataError(f"{path}: expected a dict with an array 'data' and a list 'labels'")
+        raise DataError(
+            f"{path}: expected a dict with an array 'data' and a list '{form.labels.decode()}', "
+            f"as {form.title} has"
+        )
     if any(type(label) is not int or abs(label) > MOST_CLASSES for label in labels):
         raise DataError(f"{path}: expected whole numbers as labels")
     if pixels.shape[1] != 3 * 32 * 32:

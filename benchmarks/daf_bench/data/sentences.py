@@ -6,7 +6,7 @@ where the test part's labels are withheld.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 from daf.core.errors import DataError
 from daf_bench.data.guarded_files import text_lines
 from daf_bench.data.sentence_tasks import NO_CLASSES, SentenceData
-from daf_bench.data.tokens import make_tokenizer, token_rows
+from daf_bench.data.tokens import Tokenizer, TokenRows, make_tokenizer, token_rows
 
 DEFAULT_CONTEXT = 64
 _BETWEEN = "||"
@@ -95,24 +95,36 @@ def load_sentences(
     Raises:
         DataError: a file is missing, or a line has another form.
     """
+    form = _FORMS[kind]
+    parts = (_read(_existing(kind, path, names), form) for names in (form.train, form.test))
+    return in_tokens(f"{kind}:{path}", parts, form.classes, context, tokenizer, form.generates)
+
+
+def in_tokens(
+    name: str,
+    parts: Iterable[Sequence[Example]],
+    classes: int,
+    context: int,
+    tokenizer: str | None,
+    generates: bool,
+) -> SentenceData:
+    """Return two ``parts``, training and test examples, as rows of ``context`` tokens.
+
+    ``tokenizer``: folder of a model; None: byte by byte.
+
+    Raises:
+        DataError: a row of ``context`` tokens is too short, or the folder holds no tokenizer.
+    """
     if context < 2:
-        raise DataError(f"asked for {kind} with a context of {context}; a row needs 2 tokens")
-    form, splitter = _FORMS[kind], make_tokenizer(tokenizer)
-    parts = []
-    for names in (form.train, form.test):
-        examples = _read(_existing(kind, path, names), form)
-        texts = [(first, second) for first, second, _ in examples]
-        targets = [target for _, _, target in examples]
-        parts.append(token_rows(splitter, texts, targets, context))
-    return SentenceData(
-        f"{kind}:{path}",
-        parts[0],
-        parts[1],
-        form.classes,
-        splitter.vocabulary,
-        context,
-        form.generates,
-    )
+        raise DataError(f"asked for {name} with a context of {context}; a row needs 2 tokens")
+    splitter = make_tokenizer(tokenizer)
+    train, test = (_rows(splitter, examples, context) for examples in parts)
+    return SentenceData(name, train, test, classes, splitter.vocabulary, context, generates)
+
+
+def _rows(splitter: Tokenizer, examples: Sequence[Example], context: int) -> TokenRows:
+    texts = [(first, second) for first, second, _ in examples]
+    return token_rows(splitter, texts, [target for _, _, target in examples], context)
 
 
 load_sst2 = partial(load_sentences, "sst2")

@@ -186,7 +186,7 @@ class TrainSettings:
         "attention (LoRA, by PEFT), written to adapter/ in the run's folder too.",
         least=1,
     )
-    augment: bool | None = _train_only(None, "Crop and flip images; by default for cifar10.")
+    augment: bool | None = _train_only(None, "Crop and flip images; by default for CIFAR.")
     image_size: int | None = _shared(None, "Pixels per side; by default the data's own.", least=1)
     context: int | None = _shared(
         None, "Bytes per window of text (128), or tokens per sentence (64).", least=1

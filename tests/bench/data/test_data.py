@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import importlib
 import pickle
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,8 @@ from daf.core.errors import DataError, UnknownNameError
 from daf.training.data import load_data
 from daf.training.data.images import ImageData
 
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
 
 def images(name: str, **options: int) -> ImageData:
     data = load_data(name, **options)
@@ -19,13 +23,13 @@ def images(name: str, **options: int) -> ImageData:
     return data
 
 
-def cifar_arrays(train: int = 20, test: int = 10) -> dict[str, np.ndarray]:
+def cifar_arrays(train: int = 20, test: int = 10, classes: int = 10) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(0)
     return {
         "x_train": generator.integers(0, 256, (train, 32, 32, 3), np.uint8),
-        "y_train": np.arange(train) % 10,
+        "y_train": np.arange(train) % classes,
         "x_test": generator.integers(0, 256, (test, 32, 32, 3), np.uint8),
-        "y_test": np.arange(test) % 10,
+        "y_test": np.arange(test) % classes,
     }
 
 
@@ -39,11 +43,12 @@ def test_cifar10_from_npz(tmp_path: Path) -> None:
     assert data.augment
 
 
-def write_batches(folder: Path, arrays: dict[str, np.ndarray]) -> None:
-    def batch(pixels: np.ndarray, labels: np.ndarray) -> dict[bytes, object]:
-        rows = pixels.transpose(0, 3, 1, 2).reshape(len(pixels), -1)
-        return {b"data": rows, b"labels": labels.tolist(), b"batch_label": b"x"}
+def batch(pixels: np.ndarray, labels: np.ndarray, key: bytes = b"labels") -> dict[bytes, object]:
+    rows = pixels.transpose(0, 3, 1, 2).reshape(len(pixels), -1)
+    return {b"data": rows, key: labels.tolist(), b"batch_label": b"x"}
 
+
+def write_batches(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     parts = zip(np.split(arrays["x_train"], 5), np.split(arrays["y_train"], 5), strict=True)
     for number, part in enumerate(parts, 1):
         (folder / f"data_batch_{number}").write_bytes(pickle.dumps(batch(*part), 2))
@@ -81,8 +86,130 @@ def test_a_truncated_pickle_is_refused(tmp_path: Path, kept: int) -> None:
     write_batches(tmp_path, cifar_arrays())
     path = tmp_path / "data_batch_2"
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(DataError, match="data_batch_2 is not a whole CIFAR-10 batch"):
+    with pytest.raises(DataError, match="data_batch_2 is not a whole CIFAR-10 file"):
         load_data(f"cifar10:{tmp_path}")
+
+
+CLASS_NAMES = [f"thing_{number}".encode() for number in range(100)]
+META = {b"fine_label_names": CLASS_NAMES, b"coarse_label_names": [b"things"] * 20}
+
+
+def write_cifar100(folder: Path) -> dict[str, np.ndarray]:
+    """Files in the published form; every coarse label is wrong for a fine one."""
+    arrays = cifar_arrays(200, 100, 100)
+    for part in ("train", "test"):
+        content = batch(arrays[f"x_{part}"], arrays[f"y_{part}"], b"fine_labels")
+        content[b"coarse_labels"] = [19] * len(arrays[f"y_{part}"])
+        (folder / part).write_bytes(pickle.dumps(content, 2))
+    (folder / "meta").write_bytes(pickle.dumps(META, 2))
+    return arrays
+
+
+def test_cifar100_from_its_own_pickled_files(tmp_path: Path) -> None:
+    arrays = write_cifar100(tmp_path)
+    data = images(f"cifar100:{tmp_path}", image_size=64)
+    for part, found in (("train", data.train), ("test", data.test)):
+        assert np.array_equal(found.images, arrays[f"x_{part}"])
+        assert np.array_equal(found.labels, arrays[f"y_{part}"])
+    assert data.classes == tuple(f"thing_{number}" for number in range(100))
+    assert data.facts == {"classes": 100, "channels": 3, "image_size": 64}
+    assert (data.name, data.augment) == (f"cifar100:{tmp_path}", True)
+
+
+def test_each_cifar_is_normalised_by_its_own_mean(tmp_path: Path) -> None:
+    np.savez(tmp_path / "c.npz", **cifar_arrays())
+    means = {
+        name: images(f"{name}:{tmp_path / 'c.npz'}").normalisation.mean
+        for name in ("cifar10", "cifar100")
+    }
+    assert means == {"cifar10": (0.4914, 0.4822, 0.4465), "cifar100": (0.5071, 0.4865, 0.4409)}
+
+
+def test_cifar100_from_npz(tmp_path: Path) -> None:
+    arrays = cifar_arrays(200, 100, 100)
+    np.savez(tmp_path / "c.npz", **arrays)
+    data = images(f"cifar100:{tmp_path / 'c.npz'}")
+    assert np.array_equal(data.train.images, arrays["x_train"])
+    assert np.array_equal(data.test.labels, arrays["y_test"])
+    assert data.classes == tuple(str(number) for number in range(100))
+    np.savez(tmp_path / "c.npz", **arrays, classes=np.array(CLASS_NAMES).astype(str))
+    assert images(f"cifar100:{tmp_path / 'c.npz'}").classes[99] == "thing_99"
+    np.savez(tmp_path / "c.npz", **(arrays | {"y_test": arrays["y_test"] + 1}))
+    with pytest.raises(DataError, match="labels run from 1 to 100, but there are 100 classes"):
+        load_data(f"cifar100:{tmp_path / 'c.npz'}")
+
+
+def test_only_cifar100_has_files_of_more_than_50_mb(tmp_path: Path) -> None:
+    write_cifar100(tmp_path)
+    write_batches(tmp_path, cifar_arrays())
+    rows = np.zeros((16_500, 3072), np.uint8)
+    large = pickle.dumps({b"data": rows, b"labels": [7] * 16_500, b"fine_labels": [99] * 16_500}, 4)
+    assert len(large) > 50 * 10**6
+    (tmp_path / "train").write_bytes(large)
+    assert (images(f"cifar100:{tmp_path}").train.labels == 99).all()
+    (tmp_path / "data_batch_1").write_bytes(large)
+    with pytest.raises(DataError, match=r"data_batch_1 is not.*has 50000001 bytes; .* 50000000"):
+        load_data(f"cifar10:{tmp_path}")
+
+
+@pytest.mark.parametrize("name", ["train", "test", "meta"])
+def test_a_file_of_cifar100_that_is_missing_or_damaged_is_named(tmp_path: Path, name: str) -> None:
+    write_cifar100(tmp_path)
+    path = tmp_path / name
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:50], whole[:-10], pickle.dumps({b"data": Malicious()}, 2)):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=f"/{name} is not a whole CIFAR-100 file"):
+            load_data(f"cifar100:{tmp_path}")
+    path.unlink()
+    with pytest.raises(DataError, match=f"/{name} is missing; a CIFAR-100 folder holds train, te"):
+        load_data(f"cifar100:{tmp_path}")
+    (tmp_path.parent / "elsewhere").write_bytes(whole)
+    path.symlink_to(tmp_path.parent / "elsewhere")
+    with pytest.raises(DataError, match=f"/{name} is a link out of"):
+        load_data(f"cifar100:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("meta", "found"),
+    [
+        ([], "a list of names 'fine_label_names'"),
+        ({b"coarse_label_names": CLASS_NAMES}, "a list of names 'fine_label_names'"),
+        ({b"fine_label_names": b"things"}, "a list of names 'fine_label_names'"),
+        ({b"fine_label_names": [*CLASS_NAMES[1:], 7]}, "a list of names 'fine_label_names'"),
+        ({b"fine_label_names": CLASS_NAMES[1:]}, "found 99, of which 99 differ"),
+        ({b"fine_label_names": [*CLASS_NAMES, b"x"]}, "found 101, of which 101 differ"),
+        ({b"fine_label_names": [*CLASS_NAMES[1:], b"thing_1 "]}, "found 100, of which 99 differ"),
+        ({b"fine_label_names": [*CLASS_NAMES[1:], b" "]}, "found 100, of which 99 differ"),
+        ({b"fine_label_names": [*CLASS_NAMES[1:], b"\xff"]}, "names of classes in UTF-8"),
+        ({b"fine_label_names": CLASS_NAMES, b"more": b"x" * 10**6}, "a batch has at most 1000000"),
+    ],
+)
+def test_cifar100_needs_a_hundred_names(tmp_path: Path, meta: object, found: str) -> None:
+    write_cifar100(tmp_path)
+    (tmp_path / "meta").write_bytes(pickle.dumps(meta, 2))
+    with pytest.raises(DataError, match=f"/meta.*{found}"):
+        load_data(f"cifar100:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({b"fine_labels": [100] * 100}, "labels run from 100 to 100, but there are 100 classes"),
+        ({b"fine_labels": [b"1"] * 100}, "whole numbers as labels"),
+        ({b"fine_labels": [1] * 99}, "expected 100 whole-number labels"),
+        ({b"fine_labels": None}, "a list 'fine_labels', as CIFAR-100 has"),
+        ({b"data": np.zeros((100, 3071), np.uint8)}, "expected rows of 3072 pixels, found 3071"),
+    ],
+)
+def test_cifar100_of_something_else_is_refused(
+    tmp_path: Path, changed: dict[bytes, object], found: str
+) -> None:
+    arrays = write_cifar100(tmp_path)
+    content = batch(arrays["x_test"], arrays["y_test"], b"fine_labels")
+    (tmp_path / "test").write_bytes(pickle.dumps(content | changed, 2))
+    with pytest.raises(DataError, match=f"/test.*{found}"):
+        load_data(f"cifar100:{tmp_path}")
 
 
 def test_missing_data_are_named(tmp_path: Path) -> None:
@@ -90,6 +217,8 @@ def test_missing_data_are_named(tmp_path: Path) -> None:
     for name in (f"cifar10:{absent}.npz", f"images:{absent}", f"text:{absent}"):
         with pytest.raises(DataError, match="nowhere"):
             load_data(name)
+    with pytest.raises(DataError, match=r"cifar100:.*nowhere.*unpacked folder cifar-100-python"):
+        load_data(f"cifar100:{absent}")
     with pytest.raises(DataError, match="data_batch_1 is missing"):
         load_data(f"cifar10:{tmp_path}")
 
@@ -211,3 +340,12 @@ def test_an_option_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
         load_data("digits:somewhere")
     with pytest.raises(DataError, match="without saying where; give cifar10:PATH"):
         load_data("cifar10")
+
+
+def test_every_loader_that_the_benchmarks_announce_is_there() -> None:
+    project = tomllib.loads((BENCHMARKS / "pyproject.toml").read_text())["project"]
+    places = project["entry-points"]["daf.data"]
+    assert {"cifar10", "cifar100", "webnlg"} <= places.keys()
+    for place in places.values():
+        module, _, name = place.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))

@@ -57,6 +57,12 @@ def test_a_pickle_that_would_fill_memory_or_time_is_refused(evil: bytes, words: 
         load_arrays(evil)
 
 
+def test_whoever_reads_a_pickle_says_how_large_it_may_be() -> None:
+    assert load_arrays(WHOLE, len(WHOLE))[b"labels"] == [1, 2]
+    with pytest.raises(pickle.UnpicklingError, match=f"a batch has at most {len(WHOLE) - 1}"):
+        load_arrays(WHOLE, len(WHOLE) - 1)
+
+
 def test_an_archive_that_inflates_without_measure_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bomb.npz"
     np.savez_compressed(path, a=np.zeros(40 * 10**6, np.uint8))
