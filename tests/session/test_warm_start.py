@@ -17,6 +17,7 @@ from daf import Session
 from daf.core.errors import BudgetError, ClosedSessionError
 from daf.memory import process_memory
 from daf.planning import candidate
+from daf.profiling import split_choice
 from daf.profiling.profiler import Profiler
 from daf.session import warm_start
 from daf.session.plan_selector import PlanSelector
@@ -101,6 +102,27 @@ def run(
         for _ in range(steps):
             session.step(batch(examples), loss_fn)
     return session
+
+
+@pytest.mark.parametrize("is_roomy", [True, False])
+def test_what_is_proven_again_takes_one_small_step_where_there_is_room(
+    is_roomy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first step reads code, so that its bytes are too many: if they fit, a second is spared."""
+    sizes: list[int] = []
+    observe = Profiler._observe_once
+
+    def noted(self: Profiler, context: Any, examples: int, *rest: Any) -> Any:
+        sizes.append(examples)
+        return observe(self, context, examples, *rest)
+
+    budget = budget_of(400)
+    run(steps=1, budget=budget)
+    monkeypatch.setattr(Profiler, "_observe_once", noted)
+    if not is_roomy:
+        monkeypatch.setattr(split_choice, "MOST_EXAMPLES", 10_000)
+    assert run(steps=1, budget=budget).began_warm
+    assert sizes[:2] == ([1] if is_roomy else [1, 1])
 
 
 def test_a_second_session_measures_nothing_and_trains_the_same(profiles: list[int]) -> None:

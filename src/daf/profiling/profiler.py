@@ -98,6 +98,7 @@ class Profiler:
         self._beside = BesideMemory(self.memory, self.keeper)
         self._smallest: Observation | None = None  # that runs by itself
         self._bound_bytes, self._grows_evenly, self.proof_ms = math.inf, False, 0.0
+        self._ample_bytes = 0.0  # of a proof alone
 
     def profile(
         self,
@@ -183,6 +184,7 @@ class Profiler:
     def prove_cut(self, context: StepContext, budget_bytes: float) -> None:
         """Make the context's choice of how its batch is cut, and measure nothing else."""
         with preserved_state(self.model, context.loss_fn, gradients=True) as begun:
+            self._ample_bytes = budget_bytes
             self._choose_cut(context, begun, budget_bytes)
 
     def _choose_cut(
@@ -196,6 +198,7 @@ class Profiler:
             self._within,
             begun.restore,
             allow_statistics=self.allow_split,
+            ample_bytes=self._ample_bytes,
         )
         smallest = chooser.run(context, budget_bytes)
         self.proof_ms += chooser.proof_ms

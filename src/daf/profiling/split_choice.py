@@ -74,6 +74,8 @@ class CutChooser:
         within: runs under a budget (bytes); returns None if memory was refused.
         begin_anew: restores the state in which training begins, which a first pass may change.
         allow_statistics: the user allows parts to have batch statistics of their own.
+        ample_bytes: where a proof fits that by a first step, whose bytes are too many as it reads
+            code, no second one is measured.
     """
 
     model: nn.Module
@@ -83,6 +85,7 @@ class CutChooser:
     within: Callable[[float, Callable[[], Any]], Any]
     begin_anew: Callable[[], None]
     allow_statistics: bool
+    ample_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         self.proof_ms = 0.0
@@ -125,8 +128,11 @@ class CutChooser:
             try:
                 if not self._is_warm:  # once unmeasured: libraries load in a first step
                     with _ClassReads(cut.classes(context.batch)) as reads:
-                        self.observe(context, least)
+                        found = self.observe(context, least)
                     self._is_warm, self._reads_classes = True, reads.found
+                    needed_bytes = self._needed_bytes(found, MOST_EXAMPLES, found.plain_bytes)
+                    if needed_bytes < self.ample_bytes:
+                        return found
                 return self.observe(context, least)
             except (DafError, MemoryError, torch.OutOfMemoryError):
                 raise
