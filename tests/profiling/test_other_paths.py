@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,6 +190,170 @@ def test_a_part_with_nothing_to_divide_by_is_not_cut_wrongly(budget: int) -> Non
         expected, _ = plain_gradients(loss, model, (x, *labels))
         assert report.micro_batch == 12
         assert report.loss == pytest.approx(expected, rel=1e-5)
+
+
+def over_positives(scores: Tensor, labels: Tensor) -> Tensor:
+    """As detectors do: all examples count, and only the positive ones are divided by."""
+    is_positive = (labels > 3).float()
+    each = F.binary_cross_entropy_with_logits(scores[:, 0], is_positive, reduction="none")
+    return each.sum() / is_positive.sum().clamp(min=1)
+
+
+def over_positives_at_once(scores: Tensor, labels: Tensor) -> Tensor:
+    is_positive = (labels > 3).float()
+    total = F.binary_cross_entropy_with_logits(scores[:, 0], is_positive, reduction="sum")
+    return total / torch.maximum(is_positive.sum(), torch.ones(()))
+
+
+def over_labelled(scores: Tensor, labels: Tensor) -> Tensor:
+    total = F.cross_entropy(scores, labels, reduction="sum")
+    return total / (labels != -100).sum().clamp(min=1)
+
+
+def over_a_number_of_labelled(scores: Tensor, labels: Tensor) -> Tensor:
+    total = F.cross_entropy(scores, labels, reduction="sum")
+    return total / max(1, int((labels != -100).sum()))
+
+
+def over_labelled_by_item(scores: Tensor, labels: Tensor) -> Tensor:
+    total = F.cross_entropy(scores, labels, reduction="sum")
+    return total / max(1.0, (labels != -100).sum().item())
+
+
+def of_the_selected(scores: Tensor, labels: Tensor) -> Tensor:
+    is_selected = labels != -100
+    return F.cross_entropy(scores, labels, reduction="none")[is_selected].mean()
+
+
+COUNTED = [
+    *(over_positives, over_positives_at_once, over_labelled, over_a_number_of_labelled),
+    *(over_labelled_by_item, of_the_selected),
+]
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+@pytest.mark.parametrize("examples", [1, 2, 4])
+@pytest.mark.parametrize("is_even_at_first", [True, False])
+def test_a_count_that_is_one_at_least_is_not_taken_for_a_number(
+    kind: Callable[[Tensor, Tensor], Tensor], examples: int, is_even_at_first: bool, budget: int
+) -> None:
+    """Of two examples that show most, one counts and one does not: their mean is their sum."""
+    model, x = mlp(), torch.randn(12, 6)
+    even, labels = torch.randint(0, 5, (12,)), torch.randint(0, 5, (12,))
+    if kind in (over_positives, over_positives_at_once):
+        even, labels = torch.full((12,), 4), torch.tensor([4, 0, 0, 4, 0, 0, 4, 0, 0, 4, 0, 4])
+    else:
+        labels[[0, 1, 2, 3, 6, 9]] = -100
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return kind(model(batch[0]), batch[1])
+
+    batches = [(x, even if is_even_at_first else labels), (x, labels), (x, labels)]
+    with Session(model, still(model), budget, tolerance=0) as session:
+        plan = session.prepare(batches[0], loss)
+        for batch in batches:
+            if not session.split_refusal:
+                session.plan = replace(plan, micro_batch=examples)
+            session.optimizer.zero_grad()
+            report = session.step(batch, loss)
+            expected, gradients = plain_gradients(loss, model, batch)
+            assert report.loss == pytest.approx(expected, rel=1e-5)
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_ignored", [True, False])
+def test_a_sum_is_cut_still(has_ignored: bool, budget: int) -> None:
+    model, (x, labels) = mlp(), images()
+    if has_ignored:
+        labels[::3] = -100
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    with Session(model, still(model), budget, tolerance=0) as session:
+        report = in_micro_batches(session, (x, labels), loss, 4)
+        expected, gradients = plain_gradients(loss, model, (x, labels))
+        assert report.micro_batch == 4
+        assert report.loss == pytest.approx(expected, rel=1e-5)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+WORTH = {"web": 1.0, "book": 5.0}
+Rows = Callable[[list[str]], Any]
+ROWS: dict[str, Rows] = {
+    "words": lambda names: names,
+    "numbers": lambda names: tuple(WORTH[each] for each in names),
+    "mappings": lambda names: [{"name": each, "worth": WORTH[each]} for each in names],
+    "an array": lambda names: np.array([WORTH[each] for each in names]),
+    "a nest": lambda names: {"of": (["head"], [(each, 0) for each in names])},
+}
+
+
+def worth_of(rows: Any) -> list[float]:
+    rows = rows["of"][1] if isinstance(rows, dict) else rows
+    names = (row["name"] if isinstance(row, dict) else row for row in rows)
+    names = (name[0] if isinstance(name, tuple) else name for name in names)
+    return [WORTH[name] if isinstance(name, str) else float(name) for name in names]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("examples", [1, 4, 5])
+def test_rows_without_tensors_are_cut_with_the_examples(
+    kind: str, examples: int, budget: int
+) -> None:
+    """The first two are alike, so that wrong pairs would have shown nothing."""
+    model, (x, labels) = mlp(), images()
+    rows = ROWS[kind](["web"] * 6 + ["book"] * 6)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        found = worth_of(batch["rows"])
+        assert len(found) >= len(losses)
+        return sum(
+            (worth * each for worth, each in zip(found, losses, strict=False)), torch.zeros(())
+        ) / len(losses)
+
+    batch = {"x": x, "y": labels, "rows": rows}
+    with Session(model, still(model), budget, tolerance=0) as session:
+        report = in_micro_batches(session, batch, loss, examples)  # type: ignore[arg-type]
+        expected, gradients = plain_gradients(loss, model, batch)  # type: ignore[arg-type]
+        assert report.micro_batch == examples
+        assert report.loss == pytest.approx(expected, rel=1e-5)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_hook_that_updates_parameters_does_so_in_no_measured_pass(budget: int) -> None:
+    """PyTorch's tutorial: an optimizer for each parameter steps once its gradient is there."""
+
+    def hooked() -> nn.Module:
+        torch.manual_seed(0)
+        model = mlp()
+        own = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+
+        def step(parameter: Tensor) -> None:
+            own[parameter].step()
+            own[parameter].zero_grad()
+
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(step)
+        return model
+
+    batch, plain, model = images(), hooked(), hooked()
+    with Session(model, still(model), budget, tolerance=0) as session:
+        plan = session.prepare(batch, mean)
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(parameter, other)
+        session.plan = replace(plan, micro_batch=4)  # parts would update them three times
+        for _ in range(3):
+            expected = mean(plain, batch)
+            expected.backward()
+            assert session.backward(batch, mean).loss == pytest.approx(expected.item(), rel=1e-6)
+        assert "a hook acts on its gradients" in session.split_refusal
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter, other)
 
 
 class Exiting(nn.Module):

@@ -132,3 +132,13 @@ def test_scaling_leaves_missing_gradients_alone() -> None:
     microbatch.scale_gradients([first, second], 0.5)
     assert first.grad.tolist() == [3.0, 3.0]
     assert second.grad is None
+
+
+def test_a_weight_that_parameters_lead_to_is_refused() -> None:
+    """Its part of the gradient would be lost without a word."""
+    confidence = torch.rand(4, requires_grad=True).sigmoid()
+    losses = torch.rand(4, requires_grad=True)
+    with pytest.raises(DataError, match=r"parameters lead to.*return the mean, sum / weight"):
+        microbatch.read_loss(((confidence * losses).sum(), confidence.sum()), 4)
+    weighed = (confidence.detach() * losses).sum()
+    assert microbatch.read_loss((weighed, confidence.sum().detach()), 4).is_sum

@@ -3,8 +3,6 @@
 Sources: cgroups(7); the kernel's cgroup-v1/memory.rst and cgroup-v2.rst.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 

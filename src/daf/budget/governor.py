@@ -1,7 +1,5 @@
 """The request and the live limits, to the budget in force now."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

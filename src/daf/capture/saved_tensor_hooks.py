@@ -1,7 +1,5 @@
 """One step under capture: packs what autograd saves, and settles it when its operator returns."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Every table of the codecs; native code receives these arrays and holds none of its own."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from itertools import pairwise

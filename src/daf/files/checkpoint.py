@@ -4,8 +4,6 @@ One safetensors file, so that replacing it is atomic: the model's tensors under 
 under ``state/``, the rest as JSON in the metadata.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping

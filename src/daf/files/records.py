@@ -3,8 +3,6 @@
 An object's checksum counts its file's name too, so that none stands in for another.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

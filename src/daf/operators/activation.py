@@ -1,7 +1,5 @@
 """GELU and SiLU with one code that serves the activation and the layer behind it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

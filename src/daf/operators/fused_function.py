@@ -3,8 +3,6 @@
 Where gradients need a graph (``create_graph``), they are PyTorch's own, of the input as held.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any

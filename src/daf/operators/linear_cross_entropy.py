@@ -1,7 +1,5 @@
 """The last linear layer and its cross-entropy as one operator, without the whole logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Layer and root-mean-square normalisation, each as one autograd operator."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What an option holds at which moments, how long it takes, and the noise that it adds."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The planner's public functions: (Profile, budget) to Plan, deterministic and pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Policies by name: DAF's own search, and published strategies to compare it with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Replays of modules in backward: what each holds at which moment, and how long it takes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

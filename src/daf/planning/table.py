@@ -5,8 +5,6 @@ family, none for families inside a replayed module. Rows are moments, never stor
 few spans of bytes, so one cumulative sum gives all rows.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

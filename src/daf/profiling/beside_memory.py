@@ -4,8 +4,6 @@ Loading, and what only a first step does, reads much code that later steps never
 back before anything is measured; what steps need of them returns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from daf.memory.domain import MemoryDomain

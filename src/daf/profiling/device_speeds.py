@@ -1,7 +1,5 @@
 """Bytes a second of coding, copying, disk: of a step that did enough, else a synthetic tensor."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

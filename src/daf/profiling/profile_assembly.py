@@ -4,8 +4,6 @@ Two steps of different sizes have the same moments, saves and calls, so that eve
 line in the batch. Where they differ (data-dependent control flow), the larger one is scaled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise

@@ -5,8 +5,6 @@ observed under the codes that hold least, so that measuring fits wherever the jo
 plain PyTorch, where that fits. Random states, buffers, gradients and training flags are restored.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import time

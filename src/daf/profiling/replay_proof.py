@@ -5,8 +5,6 @@ as long as it may. A module that was not tried by then is judged by the others o
 same code and options. What is not proven is not offered; the reason stays in the profile.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

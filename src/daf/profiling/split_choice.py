@@ -1,7 +1,5 @@
 """Chooses how a batch is cut: the first way that runs and is proven, else whole and why."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ meanwhile (``ConstantRandom``), so that what differs is the mathematics: example
 weights that are not the examples', or a dimension that is none of examples.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -54,6 +52,7 @@ class _Trial(NamedTuple):
 
 _ORDERED = "it picks by value among examples (topk, sort, median), of which few show little"
 _DRAWN = "it draws from a generator of its own, which its parts would do several times"
+_SHOWS_NOTHING = "the gradient of a few examples is zero, which shows nothing"
 _WRITTEN = "forward writes parameters itself, which its parts would do several times"
 
 
@@ -118,9 +117,20 @@ class SplitProof:
             weighing = Weighing.EXAMPLES
         if found.refusal and found.adds_up:
             summed = self._trial(batch, cut, examples, Weighing.SUM)
-            if not summed.refusal:
+            if not summed.refusal and self._doubles(batch, cut, examples):
                 return Weighing.SUM, ""
         return weighing, found.refusal
+
+    def _doubles(self, batch: Any, cut: BatchCut, examples: int) -> bool:
+        """Return whether examples twice have twice the loss: a mean over what counts has not.
+
+        Of few examples one alone may count, so that such a mean is their sum.
+        """
+        found = set()
+        for start in (0, examples - cut.least) if cut.own is None else ():
+            twice = cut.pick(batch, 2 * [*range(start, start + cut.least)])
+            found.add(self._trial(twice, cut, 2 * cut.least, Weighing.SUM).refusal)
+        return cut.own is not None or "" in found <= {"", _SHOWS_NOTHING}
 
     def _trial(self, batch: Any, cut: BatchCut, examples: int, weighing: Weighing) -> _Trial:
         """Add up the parts' gradients and the whole's negative, in one: what is left differs."""
@@ -213,7 +223,7 @@ class SplitProof:
         if not math.isfinite(whole):
             return "its loss is not finite on a few examples"
         if length == 0.0 and not apart.any():
-            return "the gradient of a few examples is zero, which shows nothing"
+            return _SHOWS_NOTHING
         relative, overall = self._tolerance()
         within = bool((apart <= relative * lengths + overall * length).all())
         if within and abs(joined - whole) <= relative * max(abs(whole), 1e-6):

@@ -5,8 +5,6 @@ backward reads a saved tensor; the allocator's account gives the peak of live by
 moments. The result is plain data (``Observation``), from which ``profiler`` makes a Profile.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Iterator

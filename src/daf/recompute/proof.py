@@ -5,8 +5,6 @@ that it found, when all that ran after it has left its traces. What it saves and
 the same bits as before. Calls inside a call run within that one, and once more by themselves.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

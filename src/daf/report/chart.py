@@ -4,8 +4,6 @@ A line chart's plot is an SVG square of 1000 units that the page stretches. Tick
 beside it, so they stay readable on a phone.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The charts of one run, or of several together, as values for the page and the PNG."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any

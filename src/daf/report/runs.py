@@ -1,7 +1,5 @@
 """A run's records, read from its folder for reports, whole or not."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 A node's name and the slot's name identify the formula. What is not listed is *exact*.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ A normalisation computes ``y = (x - mean) * inverse_deviation`` and then ``gamma
 affines in memory order. One code of y serves its backward and the operators behind it.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 A *moment* begins with every operator of the forward pass and every tensor that backward reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """The packer: a saved tensor and a treatment in, what is held instead out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

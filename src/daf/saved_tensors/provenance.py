@@ -6,8 +6,6 @@ weak: a code lives as long as some saved tensor needs it. Also known: functions 
 operator could keep. A result changed in place behind autograd's back is recognised by its version.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple

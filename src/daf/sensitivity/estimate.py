@@ -1,7 +1,5 @@
 """Measures sensitivities by a few extra passes over one batch, with fresh seeds of some codes."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

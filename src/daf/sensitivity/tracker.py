@@ -5,8 +5,6 @@ predicted to fit; after refused memory the next takes half as many. The model an
 restored, and failures do not stop the training.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Checks of a session's arguments, and the treatments that its execution can carry out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from numbers import Integral, Real
 from os import PathLike

@@ -3,8 +3,6 @@
 When ``SensitivityTracker`` has new numbers, the session plans anew and adds a ``NoiseRecord``.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """The parts of a session: how they are made, and what can be read of them."""
 
-from __future__ import annotations
-
 import weakref
 from contextlib import ExitStack
 from functools import partial

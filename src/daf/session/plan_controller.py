@@ -4,8 +4,6 @@ A session plans anew for a first or larger batch, a moved budget, refused memory
 held other than predicted. ``PlanSelector`` makes the plans; ``PlanController`` applies them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ steps. The first full-size step runs under a plan that holds as little as its mi
 measured peak corrects every later plan. ``PlanAutotuner`` then tries plans of other kinds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress

@@ -3,8 +3,6 @@
 While codes are lossy, ``DivergenceWatch`` judges every step's loss; a good state goes to a file.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Runs one training step: gradient, optimizer, learning; retried while memory is refused."""
 
-from __future__ import annotations
-
 import gc
 import math
 import time

@@ -1,17 +1,19 @@
 """Which dimension of each tensor in a batch runs over its examples, and cutting along it.
 
-A batch is any nest of tensors: tuples, lists, mappings, dataclasses. What a cut does not name goes
-to every micro-batch unchanged.
+A batch is any nest of tensors: tuples, lists, mappings, dataclasses. Lists and tuples of numbers,
+words or nests of them, and NumPy's arrays, are cut with the tensors where they have as many rows as
+there are examples. What a cut does not name goes to every micro-batch unchanged.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from operator import is_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,14 +60,16 @@ class BatchCut:
         """Return examples ``start`` to ``stop``, in the same structure; tensors are views."""
         if self.own is not None:
             return self.own.take(batch, start, stop)
-        return self._mapped(batch, lambda each, dim: each.narrow(dim, start, stop - start))
+        cut = self._mapped(batch, lambda each, dim: each.narrow(dim, start, stop - start))
+        return _with_rows(cut, self.size(batch), lambda rows: rows[start:stop])
 
     def pick(self, batch: Any, examples: Sequence[int]) -> Any:
         """Return copies of some examples; of a batch cut by ``own`` as many of the first."""
         if self.own is not None:
             return self.own.take(batch, 0, len(examples))
         index = torch.tensor(examples)
-        return self._mapped(batch, lambda each, dim: each.index_select(dim, index.to(each.device)))
+        cut = self._mapped(batch, lambda each, dim: each.index_select(dim, index.to(each.device)))
+        return _with_rows(cut, self.size(batch), partial(_picked, examples))
 
     def telling(self, batch: Any, count: int) -> list[int]:
         """Return so many examples, among which the sums of labels, masks and lengths differ most.
@@ -124,6 +128,29 @@ class BatchCut:
 
 
 WHOLE = BatchCut()
+_ROWS = (list, tuple, np.ndarray)
+
+
+def _with_rows(batch: Any, size: int, change: Callable[[Any], Any]) -> Any:
+    """Return the batch with ``change`` of what holds a row for each of ``size`` examples."""
+
+    def cut(rows: Any) -> Any:
+        if isinstance(rows, np.ndarray):
+            return change(rows) if rows.ndim and len(rows) == size else rows
+        if type(rows) in _ROWS and len(rows) == size and not tensors_in_batch(rows):
+            return change(rows)
+        items = [map_nest(_ROWS, cut, each) for each in rows]  # type: ignore[arg-type]
+        if all(map(is_, items, rows)):
+            return rows
+        return rows._make(items) if hasattr(rows, "_make") else type(rows)(items)
+
+    return map_nest(_ROWS, cut, batch)  # type: ignore[arg-type]
+
+
+def _picked(examples: Sequence[int], rows: Any) -> Any:
+    if isinstance(rows, np.ndarray):
+        return rows[list(examples)]
+    return type(rows)(rows[each] for each in examples)
 
 
 def _is_of_classes(tensor: Tensor) -> bool:

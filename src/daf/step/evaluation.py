@@ -3,8 +3,6 @@
 Parts are used only where a few examples have shown that their results join to the whole's.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace

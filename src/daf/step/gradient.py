@@ -1,7 +1,5 @@
 """The gradient of one batch under one plan, summed over micro-batches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,7 +14,7 @@ from daf.capture.capture import Capture
 from daf.capture.compiled_calls import apart
 from daf.capture.known_passes import KnownPasses
 from daf.codecs.ranges import all_finite
-from daf.core.errors import NonFiniteLossError, OtherPathError
+from daf.core.errors import NonFiniteLossError, OtherPathError, SplitError
 from daf.core.garbage import young_left_alone
 from daf.core.plan import Plan
 from daf.core.policy import Policy
@@ -27,7 +25,7 @@ from daf.recompute.python_state import Surroundings
 from daf.step.context import StepContext
 from daf.step.dry_run import dry_run
 from daf.step.gradient_release import LEFT_TO_USER, GradientRelease
-from daf.step.loss_weights import LossWeights, PartWeights, Weighing, parameter_names, scale_watched
+from daf.step.loss_weights import LossWeights, PartWeights, parameter_names, scale_watched
 from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
 from daf.step.state_snapshot import StepSnapshot
 from daf.torch_compat.compiled_modules import CompiledModules
@@ -133,6 +131,8 @@ class GradientStep:
         if not self.is_dry_run:
             self._on_commit = partial(self.keeper.commit, needed_bytes)
         parts = context.parts(plan.micro_batch)
+        if len(parts) > 1 and context.choice.functions and self._has_hooks():
+            raise SplitError("a hook acts on its gradients, and would do so for each part")
         self._dry_run_once(context, plan.policy)
         is_held = planned and not plan.release_gradients
         self.release.begin(len(parts), held_by_plan=is_held, adds_to_users=self.adds_to_users)
@@ -153,7 +153,7 @@ class GradientStep:
         losses.read()
         if weights is not None:
             weights.check()
-            if context.choice.functions and context.choice.weighing is not Weighing.SUM:
+            if context.choice.functions:
                 weights.check_scalings(context.choice.functions)
         if math.isnan(losses.mean) and not losses.is_scaled:
             self._refuse_nonfinite(context, snapshot, weights, context.batch, losses.mean)
@@ -179,9 +179,10 @@ class GradientStep:
         """True if losses are read before backward; on a device, only where backward may update."""
         if is_processor(snapshot.device):
             return True
-        return self.release.is_active or any(
-            each._post_accumulate_grad_hooks for each in self.model.parameters()
-        )
+        return self.release.is_active or self._has_hooks()
+
+    def _has_hooks(self) -> bool:
+        return any(each._post_accumulate_grad_hooks for each in self.model.parameters())
 
     def _dry_run_once(self, context: StepContext, policy: Policy) -> None:
         """Find in the first step what may be fused; larger tensors show it in the second."""
@@ -260,7 +261,7 @@ class GradientStep:
         value: float,
     ) -> NoReturn:
         if weights is not None:
-            weights.check()  # a part's mean over nothing is the cut's fault
+            weights.check(is_nan=True)  # a part's mean over nothing is the cut's fault
         snapshot.forget_backward()
         snapshot.restore()
         where = first_nonfinite(self.model, part, lambda: context.loss_fn(self.model, part))

@@ -6,8 +6,6 @@ give the whole batch's mean. A user's own mean divides one scalar by another, or
 another of PyTorch's losses over elements that the user selected.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,6 +47,7 @@ _ORDERINGS: dict[str, tuple[int, int | None]] = {
     "msort": (1, 0),
 }
 _MEANS = {"mean", "nanmean", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
+_READS = {"item", "__int__", "__float__", "__index__"}  # by Python
 _NOTED = {*_DIVISIONS, *_RECIPROCALS, *_PRODUCTS, *_ORDERINGS, *_MEANS}
 _OTHERS_MEANS = {"ctc_loss", "nll_loss"}  # by lengths, and by what is read already
 _Note = tuple[bool, Any]  # among how many is ordered; else a divisor, factor or count
@@ -114,7 +113,8 @@ class LossWeights(TorchFunctionMode):
         self._names = names
         self._deciding: list[_Noted] = []
         self._unread: dict[int, list[_Noted]] = {}  # by results that no operator was given yet
-        self._bounded: list[Tensor] = []
+        self._bounded: list[tuple[Tensor, list[Tensor]]] = []  # and of what
+        self.reads_nothing = False  # a zero read into Python, or a mean of no numbers
         self.functions: set[str] = set()  # whose results have gradients
         self.branches: list[bool] = []  # that tensors' values decided
         self.has_too_few = False
@@ -163,10 +163,10 @@ class LossWeights(TorchFunctionMode):
                 each.is_read = True
 
     def may_count_nothing(self) -> bool:
-        """Return True if the user divides by 0, or a 1 in its place: by ``count.clamp(min=1)``."""
+        """Return True if the user divides by 0, or by more in its place: ``count.clamp(min=1)``."""
         own = () if self.means else self._counts[-1:]
-        lowest = [1.0 if any(each is one for one in self._bounded) else 0.0 for each in own]
-        return any(float(each) in (0.0, least) for each, least in zip(own, lowest, strict=True))
+        sources = chain(*(given for each in own for found, given in self._bounded if found is each))
+        return any(float(each) == 0.0 for each in (*own, *sources))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator; PyTorch calls this."""
@@ -176,6 +176,7 @@ class LossWeights(TorchFunctionMode):
         found, name = self._called(func, args, kwargs), getattr(func, "__name__", "")
         if isinstance(found, bool):
             self.branches.append(found)
+        self.reads_nothing |= name in _READS and found == 0
         if not (self._reads_all or isinstance(found, (Tensor, tuple, list))):
             return found  # a shape, a flag or a module's setting: nothing to follow
         if is_read := self._reads_all or _is_differentiable(found):
@@ -188,6 +189,7 @@ class LossWeights(TorchFunctionMode):
         self, name: str, given: tuple[Any, ...], named: Mapping[str, Any], found: Any, is_read: bool
     ) -> None:
         """Keep what decides over a loss; what is computed beside it (a metric) decides nothing."""
+        self.reads_nothing |= is_read and name in _MEANS and not given[0].numel()
         notes = _notes(name, given, named, found, is_read)
         for each in _tensors_in(given) if self._noted else ():
             reference, known = self._noted.get(id(each), (lambda: None, []))
@@ -200,7 +202,8 @@ class LossWeights(TorchFunctionMode):
                 counts = [each for each in _tensors_in(given[1:]) if not _is_differentiable(each)]
                 self._note(_Kind.COUNT, counts, found)
             elif not is_read:
-                self._bounded.append(found)
+                counts = [each for each in _tensors_in(given) if each.dtype is not torch.bool]
+                self._bounded.append((found, [each for each in counts if each.numel() == 1]))
 
     def _keep(self, notes: list[_Note], found: Any, is_read: bool) -> None:
         if is_read:
@@ -327,14 +330,20 @@ class PartWeights:
         total = torch.where(weight > 0, loss.total, 0.0) * weight
         return replace(loss, total=total, weight=weight, is_sum=True)
 
-    def check(self) -> None:
+    def check(self, *, is_nan: bool = False) -> None:
         """Look at the divisors of all parts, when their backward passes have been asked for.
+
+        ``is_nan``: the last one's loss is not finite, which the whole batch's may be.
 
         SplitError: the loss operators divide by what the proof did not know, or parts took branches
         to other parameters, of which the whole batch takes one.
         """
         if len(self._ways) > 1 and len(self._branches) > 1:
             raise SplitError("its parts take different ways through the model")
+        nothing = [each.reads_nothing for each in self._parts]
+        is_apart = any(nothing) and (is_nan or not all(nothing))
+        if is_apart or any(each.may_count_nothing() for each in self._parts):
+            raise SplitError("a part of it may have nothing to take the mean of")
         if self._weighing is Weighing.LOSS:
             for part in self._parts:
                 each = {float(divisor) for divisor in part.divisors}
@@ -343,8 +352,6 @@ class PartWeights:
                         f"its loss operators divide by {[*map(float, part.divisors)]}, where one "
                         "weight was seen"
                     )
-                if part.may_count_nothing():
-                    raise SplitError("a part of it may have nothing to take the mean of")
         elif self._weighing is Weighing.EXAMPLES and not self.has_like_shares():
             raise SplitError(
                 "its parts have different shares of labels that count, and the loss is no "
@@ -366,7 +373,8 @@ class PartWeights:
         if len({*map(len, rows)}) > 1 or ONE_BY_ONE in proven:
             rows = [row[-1:] for row in rows]
         columns = [column for column in zip(*rows, strict=False) if len({*column}) > 1]
-        if not all(_is_in_step(each, weights) for each in columns):
+        is_sum = self._weighing is Weighing.SUM  # which only one number throughout divides
+        if not all(not is_sum and _is_in_step(each, weights) for each in columns):
             raise OtherPathError(
                 "its parts have other shares of what their loss is divided by than of its weights",
                 set(),

@@ -83,6 +83,11 @@ def read_loss(result: Any, examples: int) -> WeightedLoss:
     """Read what ``loss_fn`` returned: a scalar mean, or ``(sum, weight)``; DataError for others."""
     is_sum = isinstance(result, tuple) and len(result) == 2
     total, weight = result if is_sum else (result, float(examples))
+    if isinstance(weight, Tensor) and weight.grad_fn is not None:
+        raise DataError(
+            "loss_fn returned (sum, weight) with a weight that parameters lead to, whose gradient "
+            "would be lost; return the mean, sum / weight, or (sum, weight.detach())"
+        )
     weight = _weight_beside(total, weight)
     is_trained = isinstance(total, Tensor) and total.requires_grad >= torch.is_grad_enabled()
     if weight is None or not is_trained or total.numel() != 1 or total.is_complex():

@@ -4,8 +4,6 @@ A choice holds for batches of one structure under one loss function, while the s
 model train. Another loss or structure is proven anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress

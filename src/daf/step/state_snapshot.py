@@ -153,17 +153,24 @@ def preserved_state(
 ) -> Iterator[StateSnapshot]:
     """Restore a ``StateSnapshot``, and parameters that forward wrote, at the end; after errors too.
 
-    ``gradients``: set gradients aside as well; the body finds none, and its own are dropped.
+    ``gradients``: set gradients aside as well; the body finds none, and its own are dropped. Hooks
+    on gradients that have been accumulated do not run inside: they may update parameters.
     """
     snapshot = StateSnapshot(Surroundings.of(model, loss_fn))
     kept = [(each, each.grad) for each in model.parameters()] if gradients else []
     for parameter, _ in kept:
         parameter.grad = None
     writes = ParameterWrites(model)
+    hooks = [each._post_accumulate_grad_hooks or {} for each in model.parameters()]
+    paused = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
     try:
         with writes:
             yield snapshot
     finally:
+        for each, found in zip(hooks, paused, strict=True):
+            each.update(found)
         snapshot.restore()
         writes.restore()
         for parameter, gradient in kept:

@@ -1,7 +1,5 @@
 """Modules: base classes without a public name, fast walks, and calls from anybody's loop."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Low-rank differences beside frozen weights (LoRA; Hu et al., ICLR 2022), by PEFT."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

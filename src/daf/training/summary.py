@@ -1,7 +1,5 @@
 """A run in numbers: its plan in bytes, every saved tensor's treatment, and ``summary.json``."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Sequence
 from importlib import metadata

@@ -1,7 +1,5 @@
 """The native kernels as a backend: tensors in host memory, planes as a store's views of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The record of every call of a native kernel."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Batch normalisation, residual addition and ReLU (or ReLU6) as one autograd operator."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ computed then, when somebody else may hold the normalisation's input; where a Re
 later steps do not defer that site. What can no longer be computed raises FusionError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention with dropout on the CPU, a part of the batch at a time, and run again in backward."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """``F.cross_entropy(F.linear(hidden, weight), target)`` without the logits, in chunks of rows."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple
 
 import torch

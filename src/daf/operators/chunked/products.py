@@ -3,8 +3,6 @@
 Last, the registry's entry of all operators that do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
 from typing import Any, NamedTuple

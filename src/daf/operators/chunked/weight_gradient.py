@@ -1,7 +1,5 @@
 """A product with a weight whose backward goes through the batch a chunk at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
