@@ -80,6 +80,14 @@ class SavedTensorError(DafError, RuntimeError):
     """A saved tensor was changed in place, or its store was already released."""
 
 
+class ReplayError(SavedTensorError):
+    """A replayed ``module`` (a path) did something else than in its first pass."""
+
+    def __init__(self, message: str, module: str) -> None:
+        super().__init__(message)
+        self.module = module
+
+
 class FusionError(DafError, RuntimeError):
     """A step read what operator fusion had left out, which no earlier step did."""
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.codecs.scratch import Scratch
-from daf.core.errors import SavedTensorError, UnknownNameError
+from daf.core.errors import ReplayError, SavedTensorError, UnknownNameError
 from daf.core.policy import Site
 from daf.core.replaced import replaced
 from daf.recompute.call_state import CallState, HeldInput, Inputs, distinct_tensors
@@ -56,9 +56,10 @@ class Rebuilt(PackedTensor):
         """Hold what the call saved in its second run; SavedTensorError if it is something else."""
         again, site = self._call.fingerprint(tensor, self.index), self._call.site
         if again.form != self._first.form:
-            raise SavedTensorError(
+            raise ReplayError(
                 f"replaying {site.module!r} saved {again.form} where its first pass saved "
-                f"{self._first.form}; {_REPEAT}"
+                f"{self._first.form}; {_REPEAT}",
+                site.module,
             )
         self._call.note_difference(again.differs(self._first))
         self._value = self._call.replays.keeper.hold_rebuilt(tensor, site)
@@ -126,10 +127,11 @@ class ReplayedCall:
         if isinstance(found, Tensor):
             self._differences.append(found)
         elif found:
-            raise SavedTensorError(
+            raise ReplayError(
                 f"replaying {self.site.module!r} saved other values than its first pass, although "
                 "its inputs, the default generators and what it keeps were restored: it draws from "
-                "a generator elsewhere, or reads what others change; replay other modules, or none"
+                "a generator elsewhere, or reads what others change; replay other modules, or none",
+                self.site.module,
             )
 
     def _check_differences(self) -> None:
@@ -153,8 +155,9 @@ class ReplayedCall:
         missing = [handle for handle in self._handles.values() if not handle.is_rebuilt]
         self._run(Collector(self, [wanted] if again else missing))
         if not wanted.is_rebuilt:
-            raise SavedTensorError(
-                f"replaying {self.site.module!r} saved fewer tensors than its first pass; {_REPEAT}"
+            raise ReplayError(
+                f"replaying {self.site.module!r} saved fewer tensors than first; {_REPEAT}",
+                self.site.module,
             )
         if self._differences and task != autograd_graph.NO_TASK:
             autograd_graph.call_after_backward(self._check_differences)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from daf.budget.limits import code_bytes
-from daf.core.errors import BudgetError, OtherPathError
+from daf.core.errors import BudgetError, OtherPathError, ReplayError
 from daf.core.json_dataclasses import Resumable
 from daf.core.notebook import Say, progress_shown
 from daf.core.plan import Plan
@@ -278,6 +278,17 @@ class PlanController(Resumable):
         if self.budget_bytes is None:
             return self._without_budget(context.info)
         self.selector.refuse_splitting(reason)
+        return self._replan(self.budget_bytes)
+
+    def may_stop_replaying(self, module: str) -> bool:
+        """True where plans are made, and one of them may have replayed this module."""
+        profiles = self.selector.profiles if self.budget_bytes is not None else None
+        return profiles is not None and module not in profiles.own.replay_refusals
+
+    def stop_replaying(self, error: ReplayError) -> Plan:
+        """Plan without a module's replay where it did something else; raises as ``plan_for``."""
+        assert self.budget_bytes is not None
+        self.selector.refuse_replay(error.module, f"in training it did something else: {error}")
         return self._replan(self.budget_bytes)
 
     def has_room_again(self, plan: Plan) -> bool:

@@ -141,6 +141,21 @@ class PlanSelector(Resumable):
         self.autotuner.forget()
         self.profiles = self._measured.changed(lambda each: replace(each, split_refusal=reason))
 
+    def refuse_replay(self, module: str, reason: str) -> None:
+        """Plan without replaying a module (by path) from now on."""
+        self.autotuner.forget()
+
+        def refused(profile: Profile) -> Profile:
+            calls = (
+                replace(each, replayable=False, replay_refusal=reason)
+                if each.module == module
+                else each
+                for each in profile.calls
+            )
+            return replace(profile, calls=tuple(calls))
+
+        self.profiles = self._measured.changed(refused)
+
     def begin(
         self, profiles: Profiles, budget_bytes: int, weigh: Weigh = lambda profiles, _: profiles
     ) -> Plan:

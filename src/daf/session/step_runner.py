@@ -115,6 +115,9 @@ class StepRetries:
             if isinstance(found, errors.SplitError):
                 plan = self.plan_controller.stop_splitting(context, str(found))
                 continue
+            if isinstance(found, errors.ReplayError):
+                plan = self.plan_controller.stop_replaying(found)
+                continue
             if isinstance(found, (errors.FusionError, *_BY_DEFERRING)):
                 fallen_back, before = len(self.capture.fallen_back()), fallen_back
                 if fallen_back == before:
@@ -158,6 +161,10 @@ class StepRetries:
                     context, plan, snapshot, planned=planned, needed_bytes=needed_bytes
                 )
         except (errors.PoolFullError, errors.SplitError, errors.FusionError) as error:
+            return _bare(error)
+        except errors.ReplayError as error:
+            if not self.plan_controller.may_stop_replaying(error.module):
+                raise
             return _bare(error)
         except _BY_DEFERRING as error:
             if not self.capture.stop_deferring(f"a step that deferred it failed: {error}"):
