@@ -27,7 +27,9 @@ _METHODS = frozenset(policies.Method)
 # The kinds that an argument may have, and the same in words.
 _KINDS: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
     {
-        "seed": ((Integral,), "a whole number"),
+        "seed": ((Integral,), "a whole number from 0 up to 2**64 - 1"),
+        "fused": ((bool,), "True or False"),
+        "allow_batchnorm_split": ((bool,), "True or False"),
         "baseline_bytes": ((Integral, NoneType), "bytes, a whole number; None measures them"),
         "batch_dim": ((Integral, list, tuple, Mapping, NoneType), "a dimension, or one a tensor"),
         "spill": ((SpillOptions, NoneType), "a daf.offload.spill.SpillOptions, or None"),
@@ -119,12 +121,19 @@ def check_trained(model: Any, *optimizers: Any) -> None:
         raise OptionError(f"asked for the model {model!r:.80}; give a torch.nn.Module")
 
 
-def check_kinds(**given: object) -> None:
-    """Raise OptionError for an argument of another kind than those it may have."""
-    for name, value in given.items():
-        kinds, words = _KINDS[name]
-        if not isinstance(value, kinds):
+def check_kinds(given: Mapping[str, Any]) -> None:
+    """Raise OptionError for an argument of another kind or range than it may have."""
+    for name, (kinds, words) in _KINDS.items():
+        value = given[name]
+        is_far = name == "seed" and isinstance(value, Integral) and not 0 <= int(value) < 2**64
+        if not isinstance(value, kinds) or is_far:
             raise OptionError(f"asked for {name}={value!r:.80}; it is {words}")
+
+
+def check_state(state: Any, keys: tuple[str, ...]) -> None:
+    """Raise OptionError for what no session's ``state_dict`` returned: it lacks one of the keys."""
+    if not isinstance(state, Mapping) or not set(keys) <= state.keys():
+        raise OptionError(f"asked to go on from {state!r:.80}; give what state_dict() returned")
 
 
 def checked_scope(scope: Scope, memory: MemoryDomain) -> Scope:

@@ -149,8 +149,7 @@ class Session(SessionReadings):
     ) -> None:
         given = dict(locals())
         arguments.check_trained(model, optimizer)
-        kinds = {"seed": seed, "baseline_bytes": baseline_bytes, "batch_dim": batch_dim}
-        arguments.check_kinds(**kinds, spill=spill, sensitivity=sensitivity, rollback=rollback)
+        arguments.check_kinds(given)
         self.model, self.optimizer = model, optimizer
         memory = arguments.asked_memory(model, budget)
         if baseline_bytes is None:
@@ -435,9 +434,11 @@ class Session(SessionReadings):
 
         Raises:
             ClosedSessionError: the session was closed.
+            OptionError: it is no session's state.
             ValueError: the plan's codes wait in host memory, and this session has none.
         """
         self._refuse_if_closed()
+        arguments.check_state(state, ("seed", "splitting", "proven_for"))
         self._warm_start.stop()
         self._seed = state["seed"]
         self._splitting.load_state_dict(state["splitting"])

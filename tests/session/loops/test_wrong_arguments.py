@@ -242,6 +242,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
     [
         ("seed", "now", "a whole number"),
         ("seed", None, "a whole number"),
+        ("seed", -1, "from 0 up to"),
+        ("seed", 2**64, "from 0 up to"),
+        ("fused", "off", "True or False"),
+        ("allow_batchnorm_split", "no", "True or False"),
         ("rollback", 3, "a bool, or a folder"),
         ("baseline_bytes", "20MB", "None measures them"),
         ("batch_dim", "rows", "a dimension"),
@@ -255,3 +259,13 @@ def test_an_argument_of_another_kind_is_one_error(name: str, value: Any, words: 
     options: dict[str, Any] = {name: value}
     with pytest.raises(OptionError, match=rf"asked for {name}={value!r}; .*{words}"):
         daf.Session(model, optimizer, "8GB", **options)
+
+
+@pytest.mark.parametrize("state", [{}, None, {"seed": 1}, "state"])
+def test_what_is_no_state_is_one_error_and_changes_nothing(state: Any) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with daf.Session(model, optimizer, None, seed=3) as session:
+        with pytest.raises(OptionError, match=r"asked to go on from .*what state_dict"):
+            session.load_state_dict(state)
+        assert session.state_dict()["seed"] == 3
