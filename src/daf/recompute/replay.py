@@ -53,7 +53,7 @@ class Rebuilt(PackedTensor):
         return self._value is not None
 
     def settle(self, tensor: Tensor) -> None:
-        """Hold what the call saved in its second run; SavedTensorError if it is something else."""
+        """Hold what the call saved in its second run; ReplayError if it is something else."""
         again, site = self._call.fingerprint(tensor, self.index), self._call.site
         if again.form != self._first.form:
             raise ReplayError(
@@ -123,7 +123,7 @@ class ReplayedCall:
         return Fingerprint(Form.of(tensor), None)
 
     def note_difference(self, found: bool | Tensor) -> None:
-        """Raise SavedTensorError if a save differs from the first run's; waits for no device."""
+        """Raise ReplayError if a save differs from the first run's; waits for no device."""
         if isinstance(found, Tensor):
             self._differences.append(found)
         elif found:
@@ -148,7 +148,7 @@ class ReplayedCall:
         """Run the call again, which rebuilds ``wanted`` and all other handles alive.
 
         A second time in one backward pass it rebuilds that one only: the others were read already.
-        SavedTensorError: the call saved fewer tensors than before.
+        ReplayError: the call saved fewer tensors than before.
         """
         task = autograd_graph.graph_task()
         again = task in (autograd_graph.NO_TASK, self._task)

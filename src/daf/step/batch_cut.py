@@ -133,18 +133,18 @@ _ROWS = (list, tuple, np.ndarray)
 
 def _with_rows(batch: Any, size: int, change: Callable[[Any], Any]) -> Any:
     """Return the batch with ``change`` of what holds a row for each of ``size`` examples."""
+    return map_nest(_ROWS, partial(_cut_rows, size, change), batch)  # type: ignore[arg-type]
 
-    def cut(rows: Any) -> Any:
-        if isinstance(rows, np.ndarray):
-            return change(rows) if rows.ndim and len(rows) == size else rows
-        if type(rows) in _ROWS and len(rows) == size and not tensors_in_batch(rows):
-            return change(rows)
-        items = [map_nest(_ROWS, cut, each) for each in rows]  # type: ignore[arg-type]
-        if all(map(is_, items, rows)):
-            return rows
-        return rows._make(items) if hasattr(rows, "_make") else type(rows)(items)
 
-    return map_nest(_ROWS, cut, batch)  # type: ignore[arg-type]
+def _cut_rows(size: int, change: Callable[[Any], Any], rows: Any) -> Any:
+    if isinstance(rows, np.ndarray):
+        return change(rows) if rows.ndim and len(rows) == size else rows
+    if type(rows) in _ROWS and len(rows) == size and not tensors_in_batch(rows):
+        return change(rows)
+    items = [_with_rows(each, size, change) for each in rows]
+    if all(map(is_, items, rows)):
+        return rows
+    return rows._make(items) if hasattr(rows, "_make") else type(rows)(items)
 
 
 def _picked(examples: Sequence[int], rows: Any) -> Any:

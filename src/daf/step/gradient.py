@@ -125,6 +125,7 @@ class GradientStep:
 
         Raises:
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
+            SplitError: parts do not add up to the batch after all.
             ReleaseRefusedError: gradients must be released, and something needs them later.
             CommittedStepError: backward failed after parameters had been updated.
         """
