@@ -1,5 +1,7 @@
 """What a Hugging Face folder's ``config.json`` describes, with random weights and random inputs."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Mapping
 from pathlib import Path

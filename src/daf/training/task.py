@@ -1,5 +1,7 @@
 """What a model is trained on: a data set, and a task that makes its batches and judges outputs."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
