@@ -42,8 +42,9 @@ class PaperJob:
     data: str
     batch_size: int
     settings: Mapping[str, int] = field(default_factory=dict)
-    config: Mapping[str, Any] | None = None  # of a Transformers model; None: ResNet-18
+    config: Mapping[str, Any] | None = None  # of a Transformers model; None: ``model``
     classes: int = 2
+    model: str = "resnet18"
 
     def smaller(self) -> PaperJob:
         """The same of a size that takes a second."""
@@ -64,7 +65,9 @@ def _written(write: Callable[[made.Asked], bool], data: str) -> PaperJob:
 JOBS: Mapping[str, PaperJob] = {
     "resnet18-cifar10": PaperJob(made.cifar10, "cifar10", 128),
     "resnet18-cifar100": PaperJob(made.cifar100, "cifar100", 128),
-    "resnet18-imagenet": PaperJob(made.imagenet, "images", 64, {"image-size": 224}),
+    "resnet18-imagenet": PaperJob(
+        made.imagenet, "images", 64, {"image-size": 224}, model="resnet18_imagenet"
+    ),
     "roberta-sst2": _judged(made.sst2, "sst2"),
     "roberta-mrpc": _judged(made.mrpc, "mrpc"),
     "roberta-stsb": _judged(made.stsb, "stsb", 1),
@@ -125,7 +128,7 @@ def _row(job: JobsJob, name: str) -> Row:
         (folder / "data").mkdir()
         examples = asked.batch_size * job.steps
         is_published = asked.write(made.Asked(folder / "data", examples, job.sources))
-        model = "resnet18"
+        model = asked.model
         if asked.config is not None:
             made.write_model(asked.config, asked.classes, folder / "model", is_small=job.is_small)
             model = f"config_json:{folder / 'model'}"

@@ -1,11 +1,11 @@
-"""ResNet-50 with torchvision's parameter names (He et al., CVPR 2016)."""
+"""ResNets for photographs, with torchvision's parameter names (He et al., CVPR 2016)."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.training.models.resnet import ResNet, shortcut_of
+from daf.training.models.resnet import BasicBlock, ResNet, shortcut_of
 from daf.training.task import Goal, trained_to
 
 EXPANSION = 4
@@ -37,3 +37,9 @@ class Bottleneck(nn.Module):
 def resnet50(classes: int = 1000) -> ResNet:
     """Return ResNet-50, stride on the 3x3 convolution: 25,557,032 parameters at 1000 classes."""
     return ResNet(Bottleneck, (3, 4, 6, 3), classes, small_images=False, expansion=EXPANSION)
+
+
+@trained_to(Goal.CLASSIFY)
+def resnet18_imagenet(classes: int = 1000) -> ResNet:
+    """Return ResNet-18 with the 7x7 stem: 11,689,512 parameters at 1000 classes."""
+    return ResNet(BasicBlock, (2, 2, 2, 2), classes, small_images=False)
