@@ -7,7 +7,6 @@ there. A budget that is refused is followed by the least that the refusal named,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -108,11 +107,10 @@ def ratios_of(row: Row) -> dict[str, float]:
     """What of a row the figures are made of."""
     cold, warm, plain_ms = row["cold"], row["warm"], row["plain_ms"]
     short_ms = RUN_STEPS * cold["steady_ms"] + 2 * plain_ms
-    first_ms = row.get("plain_first_ms", math.nan)  # absent from rows of before
     return {
         "cold": (cold["first_ms"] - COLD_MS) / plain_ms,
         "warm": (warm["first_ms"] - WARM_MS) / warm["steady_ms"],
-        "warm_to_plains_first": (warm["first_ms"] - WARM_MS) / first_ms,
+        "warm_to_plains_first": (warm["first_ms"] - WARM_MS) / row["plain_first_ms"],
         "run20": (cold["run_ms"] - COLD_MS) / short_ms,
         "measuring_share": max(cold["measuring_share"], warm["measuring_share"]),
     }
@@ -124,9 +122,8 @@ def figures_of(rows: Sequence[Row]) -> dict[str, float]:
     ratios = [ratios_of(each) for each in timed]
     figures: dict[str, float] = {}
     for name in ratios[0] if ratios else ():
-        found = [each[name] for each in ratios if not math.isnan(each[name])]
-        if found:
-            figures |= {f"{name}_worst": max(found), f"{name}_median": median(found)}
+        found = [each[name] for each in ratios]
+        figures |= {f"{name}_worst": max(found), f"{name}_median": median(found)}
     passed = sum(
         each[way]["peak_bytes"] > each["budget_bytes"] for each in timed for way in ("cold", "warm")
     )
