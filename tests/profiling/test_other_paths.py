@@ -142,9 +142,17 @@ def beside_a_metric(losses: Tensor, counted: Tensor) -> Tensor:
     return losses.mean()
 
 
+def beside_a_number_read(losses: Tensor, counted: Tensor) -> Tensor:
+    """A part may have nothing right, which is read into Python, and is divided by nothing."""
+    right = (counted < 0.5).sum().item()
+    assert right >= 0
+    return torch.mean(dim=0, input=losses)
+
+
 EVEN_MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "one by one": one_by_one,
     "beside a metric": beside_a_metric,
+    "beside a number read": beside_a_number_read,
     "by complex numbers": lambda losses, _: (losses.mean() * 1j / (1 + 1j)).imag * 2,
     "by nothing beside": lambda losses, _: torch.mul(losses.mean(), torch.tensor(2.0), out=None),
     "over a number of steps": lambda losses, _: losses.mean() / 4,
@@ -225,9 +233,14 @@ def of_the_selected(scores: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(scores, labels, reduction="none")[is_selected].mean()
 
 
+def of_the_selected_squared(scores: Tensor, labels: Tensor) -> Tensor:
+    is_selected = labels != -100
+    return F.mse_loss(scores[is_selected, 0], labels[is_selected].float())
+
+
 COUNTED = [
     *(over_positives, over_positives_at_once, over_labelled, over_a_number_of_labelled),
-    *(over_labelled_by_item, of_the_selected),
+    *(over_labelled_by_item, of_the_selected, of_the_selected_squared),
 ]
 
 

@@ -144,14 +144,10 @@ class PlanSelector(Resumable):
     def refuse_replay(self, module: str, reason: str) -> None:
         """Plan without replaying a module (by path) from now on."""
         self.autotuner.forget()
+        note = partial(replace, replayable=False, replay_refusal=reason)
 
         def refused(profile: Profile) -> Profile:
-            calls = (
-                replace(each, replayable=False, replay_refusal=reason)
-                if each.module == module
-                else each
-                for each in profile.calls
-            )
+            calls = (note(each) if each.module == module else each for each in profile.calls)
             return replace(profile, calls=tuple(calls))
 
         self.profiles = self._measured.changed(refused)

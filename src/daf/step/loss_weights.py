@@ -114,7 +114,7 @@ class LossWeights(TorchFunctionMode):
         self._deciding: list[_Noted] = []
         self._unread: dict[int, list[_Noted]] = {}  # by results that no operator was given yet
         self._bounded: list[tuple[Tensor, list[Tensor]]] = []  # and of what
-        self.reads_nothing = False  # a zero read into Python, or a mean of no numbers
+        self._means_nothing = self._reads_zero = self._divides_by_one = False  # both by Python
         self.functions: set[str] = set()  # whose results have gradients
         self.branches: list[bool] = []  # that tensors' values decided
         self.has_too_few = False
@@ -130,6 +130,11 @@ class LossWeights(TorchFunctionMode):
 
     def _numbers(self, kind: _Kind) -> list[Any]:
         return [each.number for each in self._deciding if each.kind is kind]
+
+    @property
+    def reads_nothing(self) -> bool:
+        """Whether a mean is of no numbers, or a count read by Python is 0, and perhaps made 1."""
+        return self._means_nothing or (self._reads_zero and self._divides_by_one)
 
     @property
     def divisors(self) -> list[Tensor]:
@@ -176,7 +181,7 @@ class LossWeights(TorchFunctionMode):
         found, name = self._called(func, args, kwargs), getattr(func, "__name__", "")
         if isinstance(found, bool):
             self.branches.append(found)
-        self.reads_nothing |= name in _READS and found == 0
+        self._reads_zero |= name in _READS and found == 0
         if not (self._reads_all or isinstance(found, (Tensor, tuple, list))):
             return found  # a shape, a flag or a module's setting: nothing to follow
         if is_read := self._reads_all or _is_differentiable(found):
@@ -189,7 +194,9 @@ class LossWeights(TorchFunctionMode):
         self, name: str, given: tuple[Any, ...], named: Mapping[str, Any], found: Any, is_read: bool
     ) -> None:
         """Keep what decides over a loss; what is computed beside it (a metric) decides nothing."""
-        self.reads_nothing |= is_read and name in _MEANS and not given[0].numel()
+        is_mean = is_read and (name in _MEANS or name.endswith("_loss"))
+        if is_mean and any(not each.numel() for each in _tensors_in(given)):
+            self._means_nothing |= bool(found.isnan().any())
         notes = _notes(name, given, named, found, is_read)
         for each in _tensors_in(given) if self._noted else ():
             reference, known = self._noted.get(id(each), (lambda: None, []))
@@ -199,6 +206,8 @@ class LossWeights(TorchFunctionMode):
         is_division = is_read and name in _DIVISIONS
         if (is_division or name in _BOUNDS) and isinstance(found, Tensor) and found.numel() == 1:
             if is_division:
+                numbers = (each for each in given[1:] if type(each) in (int, float))
+                self._divides_by_one |= 1 in numbers
                 counts = [each for each in _tensors_in(given[1:]) if not _is_differentiable(each)]
                 self._note(_Kind.COUNT, counts, found)
             elif not is_read:

@@ -52,5 +52,6 @@ def with_low_rank(model: nn.Module, rank: int) -> nn.Module:
 
 
 def write_adapter(model: nn.Module, folder: Path) -> None:
-    """Write what ``with_low_rank`` trains, for ``peft.PeftModel.from_pretrained``."""
+    """Write what ``with_low_rank`` trains, for ``peft.PeftModel.from_pretrained``, to its owner."""
+    folder.mkdir(mode=0o700, exist_ok=True)  # as weights are private
     model.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
