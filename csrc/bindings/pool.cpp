@@ -33,7 +33,7 @@ uint64_t allocate(Pool& pool, uint64_t count, int bits, int minimum_bits, bool h
       return pool.allocate(request);
     } catch (const paging::RefusedError& error) {
       if (allocator::ask_for_room(error.bytes) || pool.evict(error.bytes).pages) continue;
-      if (bits - ++request.missing_bits >= minimum_bits) continue;
+      if (minimum_bits && bits - ++request.missing_bits >= minimum_bits) continue;
       allocator::count_refusal();
       throw;
     }
@@ -84,13 +84,14 @@ void bind_class(nb::module_& module) {
       .def(
           "__init__",
           [](Pool* self, uint64_t reserve_bytes, uint64_t page_bytes, Bound cap_bytes,
-             uint64_t increment_bytes, bool poison, bool charged, bool elsewhere) {
-            new (self) Pool({reserve_bytes, page_bytes, bytes_of(cap_bytes), increment_bytes, false,
-                             poison, elsewhere, charged ? process_account : paging::Lender{}});
+             uint64_t increment_bytes, bool poison, bool charged, bool elsewhere, bool whole) {
+            new (self)
+                Pool({reserve_bytes, page_bytes, bytes_of(cap_bytes), increment_bytes, false,
+                      poison, elsewhere, whole, charged ? process_account : paging::Lender{}});
           },
           nb::arg("reserve_bytes"), nb::arg("page_bytes"), nb::arg("cap_bytes").none(),
           nb::arg("increment_bytes"), nb::arg("poison"), nb::arg("charged") = false,
-          nb::arg("elsewhere") = false)
+          nb::arg("elsewhere") = false, nb::arg("whole") = false)
       .def("allocate", &allocate, nb::arg("count"), nb::arg("bits"), nb::arg("minimum_bits"),
            nb::arg("headers"), nb::arg("importance"), nb::arg("tag"), nb::arg("page_bytes") = 0,
            unlocked())

@@ -43,12 +43,13 @@ Growth growth_by(const Options& options, uint64_t group_bytes) {
   return Growth(increment, options.may_cut_increment);
 }
 
-void check_request(const Request& request) {
-  if (request.bits < 1 || request.bits > most_bits || request.minimum_bits < 1 ||
+void check_request(const Request& request, int least) {
+  if (request.bits < 1 || request.bits > most_bits || request.minimum_bits < least ||
       request.minimum_bits > request.bits - request.missing_bits || request.missing_bits < 0)
     throw MisuseError("asked for " + std::to_string(request.bits) + " planes, of which " +
                       std::to_string(request.minimum_bits) +
-                      " stay; 1 to 64 planes exist, and at least one of them stays");
+                      " stay; 1 to 64 planes exist, and at least " + std::to_string(least) +
+                      " stay");
   for (int plane = 0; plane < request.bits; ++plane)
     if (!std::isfinite(request.importance[plane]) || request.importance[plane] < 0)
       throw MisuseError("asked for importance " + std::to_string(request.importance[plane]) +
@@ -97,7 +98,7 @@ void Pool::change_page_bytes(uint64_t bytes) {
 // --- allocate and release -----------------------------------------------------------------------
 
 uint64_t Pool::allocate(const Request& request) {
-  check_request(request);
+  check_request(request, options_.whole ? 0 : 1);
   const std::lock_guard<std::mutex> lock(mutex_);  // from here on the page size stays
   if (request.page_bytes && request.page_bytes != page_bytes_ && !now_.live_tensors)
     change_page_bytes(checked_page(request.page_bytes));
@@ -310,11 +311,19 @@ void Pool::evict_pages(uint64_t pages) {
   while (pages > 0) pages -= std::min(pages, evict_least());
 }
 
-// Evicts the least important tensor's least significant plane, or a page of it; returns the pages.
+// Evicts of the least important tensor what goes at once; returns the pages.
 uint64_t Pool::evict_least() {
   const uint32_t slot = tree_.least();
+  uint64_t pages = evict_plane(slot);
+  while (options_.whole && spare_pages(tensors_[slot])) pages += evict_plane(slot);
+  return pages;
+}
+
+// Evicts a tensor's least significant plane, or a page of it; returns the pages.
+uint64_t Pool::evict_plane(uint32_t slot) {
   Tensor& tensor = tensors_[slot];
-  const uint32_t plane = tensor.kept - 1u, pages = options_.elsewhere ? tensor.full_runs : 1;
+  const bool by_planes = options_.elsewhere || options_.whole;
+  const uint32_t plane = tensor.kept - 1u, pages = by_planes ? tensor.full_runs : 1;
   bool was_last = false;
   for (uint32_t i = 0; i < pages; ++i) {
     const uint32_t run = tensor.full_runs - 1;
@@ -344,7 +353,8 @@ bool Pool::lose_page(Tensor& tensor) {
 
 // Evicts a page of whatever is least important, perhaps the newcomer's; false if nothing may go.
 bool Pool::give_up_least(Tensor& newcomer) {
-  if (spare_pages(newcomer) && tree_.is_least(newcomer.importance[newcomer.kept - 1])) {
+  if (!options_.whole && spare_pages(newcomer) &&
+      tree_.is_least(newcomer.importance[newcomer.kept - 1])) {
     lose_page(newcomer);
     return true;
   }

@@ -57,6 +57,7 @@ struct Options {
   bool poison;               // fill freed pages with 0xDB
   // Pages lie on a device and are only counted here; whole planes go, and take_lost lists them.
   bool elsewhere = false;
+  bool whole = false;  // a tensor loses all its evictable planes at once
   Lender lender = {};
 };
 
@@ -202,6 +203,7 @@ class Pool {
   [[noreturn]] void throw_full(uint64_t pages, uint64_t most) const;
   void shrink_to_cap();
   uint64_t evict_least();
+  uint64_t evict_plane(uint32_t slot);
   void evict_pages(uint64_t pages);
   void log_eviction(const Tensor& tensor, uint32_t plane, uint64_t pages);
   GivenUp given_up() const;

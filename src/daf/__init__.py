@@ -1,7 +1,5 @@
 """DAF: train any PyTorch model inside a byte budget."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -539,3 +539,11 @@ def test_data_of_a_factory_that_returns_something_else_are_refused(
 ) -> None:
     (workplace / "odd.py").write_text("from torch import nn\ndef data():\n    return nn.ReLU()\n")
     refused(daf("train", "resnet20", "odd:data", "--budget", "none", "--out", "run"), "serves none")
+
+
+def test_activations_go_as_a_whole_from_a_pool_that_grows_by_steps(daf: Daf) -> None:
+    pool = {"pool_bytes": "2.5MB", "pool_evicts": "activations", "pool_growth": "1MB"}
+    summary = daf(*options("resnet20", bits=4, max_steps=1, **pool), "--json").json
+    assert summary["evicted_bytes"] > 10**6
+    typed = daf(*options("resnet20", "typed", pool_evicts="tensors"))
+    refused(typed, "unknown --pool-evicts 'tensors'; known: planes, activations")

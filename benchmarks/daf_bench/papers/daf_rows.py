@@ -236,7 +236,7 @@ POOL = (
         "csrc/pool/pool.h",
         "daf bench pool --json",
         "the least important go first when memory runs short",
-        "only planes of rotated codes; min–max codes, those of policy daf too, are never evicted",
+        "only of rotated codes; min–max codes, those of policy daf too, go as whole activations",
         (
             Ours("pool", "cap_halved_ms", "ms until a halved cap is kept"),
             Ours("pool", "halved_gradient_error_vs_predicted", "gradient error ÷ predicted"),
@@ -245,11 +245,11 @@ POOL = (
     PaperRow(
         DAF,
         "eviction of whole activations",
-        "benchmarks/daf_bench/papers/whole_activations.py",
+        "csrc/pool/pool.cpp",
         "daf bench papers --only w6,w3 --json",
         "an activation goes as a whole",
-        "a store of the benchmark's own beside the pool: backward reads zeros instead; the pool "
-        "itself evicts planes, which adds less to the gradient's error at the same bytes",
+        "offered (--pool-evicts activations), not the default: backward reads zeros instead, and "
+        "planes add less to the gradient's error at the same bytes",
         (Ours("papers", "eviction_whole_over_planes", "error added, whole ÷ planes, least"),),
     ),
     PaperRow(
@@ -258,8 +258,8 @@ POOL = (
         "csrc/pool/growth.h",
         "daf bench pool --json",
         "the pool grows in steps of 100 MB",
-        "both rules exist; adaptive growth is the default, holds less and takes longer, and a cut "
-        "fixed size evicts as few pages",
+        "both are offered (--pool-growth 100MB); adaptive growth is the default, holds less and "
+        "takes longer, and a cut fixed size evicts as few pages",
         (Ours("pool", "evictions_vs_fixed_increment", "pages evicted, adaptive ÷ 100 MB"),),
     ),
     PaperRow(

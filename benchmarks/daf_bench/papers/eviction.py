@@ -18,22 +18,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
 
 import daf
-from daf.capture import compress
 from daf.codecs import codes
 from daf.core.policy import Policy, Site, coded_policy
-from daf.pool.paged_pool import make_store, plane_importance
+from daf.pool.paged_pool import plane_importance
+from daf.pool.store import Evicts, PoolOptions
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.step.microbatch import likely_cut
 from daf_bench.accuracy.falling import INVERTED, MEASURED, SHUFFLED, UNIFORM, inverted
 from daf_bench.harness.row_log import Row
 from daf_bench.papers.coded_gradients import answer_with, gradient, measured_by, relative_error
-from daf_bench.papers.whole_activations import WholeStore
 from daf_bench.workloads.trainable import Trainable
 
 WORKLOADS = ("w6", "w3")  # ResNet-20, and a transformer
@@ -96,10 +94,9 @@ def _added(
         gradient(work, daf.compress(work.model, policy=own, pool_bytes=cap))
 
     def added(
-        policy: Policy, shuffled: list[float] | None = None, make_store: Any = make_store
+        policy: Policy, shuffled: list[float] | None = None, evicts: Evicts = "planes"
     ) -> float:
-        with patch.object(compress, "make_store", make_store):
-            way = daf.compress(work.model, policy=policy, pool_bytes=cap)
+        way = daf.compress(work.model, policy=policy, pool_bytes=PoolOptions(cap, evicts))
         squares = []
         for seed in range(PASSES):
             with _importances(_dealt(shuffled, seed) if shuffled else plane_importance):
@@ -112,7 +109,7 @@ def _added(
         UNIFORM: added(uniform),
         INVERTED: added(replace(uniform, weights=MappingProxyType(inverted(weights)))),
         SHUFFLED: added(own, seen),
-        WHOLE: added(own, make_store=WholeStore),
+        WHOLE: added(own, evicts="activations"),
     }
 
 

@@ -1,7 +1,5 @@
 """Capture: autograd holds codes instead of saved tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -109,7 +107,7 @@ class Capture:
         batch: Any = None,
         watcher: Watcher | None = None,
         draws: Mapping[Site, int] = _NO_DRAWS,
-    ) -> Iterator[Capture]:
+    ) -> "Iterator[Capture]":
         """Capture what is saved inside; codes outlive the ``with``.
 
         Args:

@@ -16,6 +16,7 @@ from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reaso
 from daf.offload.host_codes import host_options
 from daf.offload.spill import SpillOptions
 from daf.pool.paged_pool import make_store
+from daf.pool.store import PoolOptions
 from daf.saved_tensors.sites import mix_key
 from daf.torch_compat.autograd_graph import version_of
 from daf.torch_compat.modules import Uncopied
@@ -37,7 +38,7 @@ class compress(Uncopied):  # noqa: N801 - used as a statement, like torch.no_gra
         *,
         seed: int = 0,
         policy: policies.Policy | None = None,
-        pool_bytes: str | int | None = None,
+        pool_bytes: PoolOptions | str | int | None = None,
         spill: SpillOptions | None = None,
         fused: bool = False,
         chunked: bool = False,
@@ -54,7 +55,8 @@ class compress(Uncopied):  # noqa: N801 - used as a statement, like torch.no_gra
             policy: instead of ``bits``, a treatment for every kind of site.
             pool_bytes: the most that codes may hold, as ``"200MB"`` or an int; None: no cap. Below
                 what they need, the least important planes of ``rotated`` codes are evicted, down to
-                one bit; ``stats`` reports how much. The attribute may be set at any time.
+                one bit; ``stats`` reports how much. A ``daf.pool.store.PoolOptions`` evicts whole
+                activations, or grows by fixed steps. The attribute may be set at any time.
             spill: where tensors go whose treatment is *spill*, and how much of them.
             fused: experimental: run batch normalisation, residual addition and ReLU as one operator
                 from the second entry on; let layer and root-mean-square normalisation, GELU and
@@ -79,7 +81,7 @@ class compress(Uncopied):  # noqa: N801 - used as a statement, like torch.no_gra
         policy = policies.with_chunked_operators(policy, policy.chunk_bytes, chunked=chunked)
         self._policy = policies.with_fused_operators(policy, chunked=chunked) if fused else policy
         self._model = model
-        store = make_store(parse_optional_bytes(pool_bytes))
+        store = make_store(pool_bytes)
         self._capture = Capture(model, store, spill, host, can_run_again=False)
         self._seed = seed
         self._entries, self._resident_bytes = 0, resident_bytes()

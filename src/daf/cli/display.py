@@ -1,7 +1,5 @@
 """What a user sees of a run: a live panel on a terminal, else plain lines; a closing table."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -58,7 +56,7 @@ class LineDisplay(Observer):
 class LiveDisplay(LineDisplay):
     """A panel that is redrawn in place; notes scroll by above it."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: "Console | None" = None) -> None:
         from rich.console import Console
         from rich.live import Live
 
@@ -89,7 +87,7 @@ class LiveDisplay(LineDisplay):
         """Remove the panel."""
         self._live.stop()
 
-    def _panel(self, record: StepRecord) -> Table:
+    def _panel(self, record: StepRecord) -> "Table":
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 

@@ -41,10 +41,11 @@ class Coder:
         self._devices = DeviceStores() if devices is None else devices
 
     def elements(
-        self, tensor: Tensor, bits: int, code: ElementCode, *, on_host: bool = False
+        self, tensor: Tensor, bits: int, code: ElementCode, *, on_host: bool = False, **options: Any
     ) -> ElementsCode | None:
         """Encode every element of a dense tensor; None if one is known not to be finite."""
-        return ElementsCode.encode(self._place(tensor, bits, on_host), tensor, bits, code)
+        store = self._place(tensor, bits, on_host)
+        return ElementsCode.encode(store, tensor, bits, code, **options)
 
     def unwritten_mask(self, tensor: Tensor, *, on_host: bool = False) -> ElementsCode:
         """Allocate one bit for every element; the caller fills the planes."""

@@ -4,8 +4,6 @@ All codecs work in memory order, so every dense layout costs one pass and no cop
 kernels do the work; ``docs/format.md`` describes the formats.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from daf.kernels import Codec, RowMoments, normalisation
 from daf.kernels.backend import element_type
 from daf.kernels.devices import backend_of
 from daf.pool.paged_pool import plane_importance
+from daf.pool.views import ZeroView
 
 
 class Values(ABC):
@@ -41,7 +40,7 @@ class Values(ABC):
         self,
         out: Tensor,
         channels: normalisation.Channels | None = None,
-        mask: ElementsCode | None = None,
+        mask: "ElementsCode | None" = None,
         accumulate: bool = False,
         blocks: tuple[int, int] | None = None,
     ) -> None:
@@ -79,22 +78,24 @@ class ElementsCode(_Code):
 
     __slots__ = ("_broken", "code")
 
-    def __init__(self, store: Any, count: int, bits: int, code: normalisation.ElementCode) -> None:
-        super().__init__(count, store.allocate_planes(count, bits, headers=False))
+    def __init__(
+        self, store: Any, count: int, bits: int, code: normalisation.ElementCode, **options: Any
+    ) -> None:
+        super().__init__(count, store.allocate_planes(count, bits, headers=False, **options))
         self.code = code._replace(channels=None, table=None)  # of the encoder alone
         self._broken: Tensor | None = None
 
     @classmethod
     def encode(
-        cls, store: Any, tensor: Tensor, bits: int, code: normalisation.ElementCode
-    ) -> ElementsCode | None:
-        """Encode a dense tensor; CodecError if its dtype has no code.
+        cls, store: Any, tensor: Tensor, bits: int, code: normalisation.ElementCode, **options: Any
+    ) -> "ElementsCode | None":
+        """Encode a dense tensor; CodecError if its dtype has no code; ``options`` of its planes.
 
         None if a *derivative* code's element is not finite; NaN where only the device knows.
         """
         if code.codec is not Codec.INTEGERS:
             element_type(tensor.dtype)
-        found = cls(store, tensor.numel(), bits, code)
+        found = cls(store, tensor.numel(), bits, code, **options)
         with found.planes.filling() as planes:
             broken = backend_of(tensor).encode_elements(tensor, planes, code)
         if broken is True:
@@ -104,7 +105,7 @@ class ElementsCode(_Code):
         return found
 
     @classmethod
-    def unwritten_mask(cls, store: Any, count: int) -> ElementsCode:
+    def unwritten_mask(cls, store: Any, count: int) -> "ElementsCode":
         """Allocate a mask of ``count`` elements; the caller fills and seals ``planes``."""
         return cls(store, count, 1, normalisation.ElementCode(Codec.MASK))
 
@@ -112,6 +113,9 @@ class ElementsCode(_Code):
         """Write a dense tensor of the encoded element count; ``read``: fields of ElementCode."""
         _check_count(self.count, out)
         with self.planes.pinned() as planes:
+            if isinstance(planes, ZeroView):
+                out.zero_()  # zeros of a code may stand for the least of a range
+                return
             backend_of(out).decode_elements(planes, out, self.code._replace(**read))
         if self._broken is not None:
             in_memory_order(out).masked_fill_(self._broken != 0, math.nan)
@@ -160,7 +164,12 @@ class ValueCode(_Code, Values):
         bits, minimum_bits = treatment.bits, None if stays else 1
         importance = None if stays else plane_importance(count, bits, weight)
         planes = store.allocate_planes(
-            count, bits, minimum_bits=minimum_bits, importance=importance, tag=tag
+            count,
+            bits,
+            minimum_bits=minimum_bits,
+            importance=importance,
+            weight=None if treatment.whole else weight,
+            tag=tag,
         )
         self._hold(count, planes, treatment, key)
         with self.planes.filling() as filled, opened(output) as written:
@@ -171,7 +180,7 @@ class ValueCode(_Code, Values):
     @classmethod
     def packed_elsewhere(
         cls, planes: Any, tensor: Tensor, treatment: Treatment, key: int
-    ) -> ValueCode:
+    ) -> "ValueCode":
         """Return the code of a dense tensor whose planes the host packs."""
         code = cls.__new__(cls)
         code._hold(tensor.numel(), planes, treatment, key)

@@ -4,8 +4,6 @@ They need no headers, only eight bytes per channel. Ranges of blocks fit closer,
 these grids: they serve to compare with the published method.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -21,7 +19,7 @@ class Cut(NamedTuple):
     inner: int = 1
 
     @classmethod
-    def along(cls, tensor: Tensor, dimension: int) -> Cut:
+    def along(cls, tensor: Tensor, dimension: int) -> "Cut":
         """Return the cut of a dense tensor with a channel for every index of ``dimension``."""
         channels = tensor.shape[dimension]
         return cls(channels, tensor.stride(dimension)) if channels > 1 else cls()

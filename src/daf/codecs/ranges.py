@@ -6,8 +6,6 @@ strategies, PyTorch's own too, first on a part of a large tensor. This takes at 
 and size. Timing again while training does not pay (``daf bench reduce --varying``).
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -134,7 +132,7 @@ class _Trial:
         items = self._first(MOST_ELEMENTS if self._is_processor else None)
         return _seconds(lambda: ends_by(items, self._cut, name), self._tensor.device)
 
-    def part(self) -> _Trial:
+    def part(self) -> "_Trial":
         return _Trial(self._first(PART_ELEMENTS), self._cut)
 
     def _first(self, count: int | None) -> Tensor:

@@ -21,9 +21,7 @@ def minmax_error(bits: int) -> float:
 
 
 def _squared_step_error(squared_range: float, bits: int) -> float:
-    if bits == 1:
-        return squared_range / 4 - 1
-    return float(squared_range / (6 * (2**bits - 1) ** 2))
+    return squared_range / 4 - 1 if bits == 1 else float(squared_range / (6 * (2**bits - 1) ** 2))
 
 
 # The same of 1,000,000: E[range] = 9.73, of a range that a whole tensor or a channel shares.

@@ -1,7 +1,5 @@
 """What is done at every site: needs, methods, treatments, and policies that map needs to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -167,7 +165,7 @@ class Policy:
         """Return the harm of relative error at a site (default 1), which decides on eviction."""
         return self.weights.get(site, 1.0)
 
-    def changed(self, change: Callable[[Treatment], Treatment]) -> Policy:
+    def changed(self, change: Callable[[Treatment], Treatment]) -> "Policy":
         """Return the policy with every treatment changed."""
         by_need = {need: change(each) for need, each in self.by_need.items()}
         by_site = {site: change(each) for site, each in self.by_site.items()}
@@ -185,7 +183,7 @@ class Policy:
         is_left = self.is_planned and chosen != RECOMPUTE and not is_sound(chosen.method, need)
         return self.by_need.get(need, KEEP) if is_left else chosen
 
-    def of_piece(self, examples: int, micro_batch: int) -> Policy:
+    def of_piece(self, examples: int, micro_batch: int) -> "Policy":
         """Return the policy with as many chunks in a smaller piece: operators go the same way."""
         if self.chunk_bytes is None or examples >= micro_batch:
             return self

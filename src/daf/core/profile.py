@@ -6,8 +6,6 @@ parameters, gradients and saved tensors; a :class:`Saving` has the moments of it
 affine in the batch, so two small measured steps predict a large one's peak.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +28,7 @@ class Affine:
         return self.fixed + self.per_example * examples
 
     @staticmethod
-    def through(points: Iterable[tuple[int, float]]) -> Affine:
+    def through(points: Iterable[tuple[int, float]]) -> "Affine":
         """Return the rising line through the two largest points; through one, in proportion."""
         ordered = sorted(points)
         (last, high) = ordered[-1]
@@ -264,10 +262,10 @@ class Profiles:
         """Return the profile of the operators that a plan runs."""
         return self.fused if plan.policy.fused and self.fused is not None else self.own
 
-    def changed(self, change: Callable[[Profile], Profile]) -> Profiles:
+    def changed(self, change: Callable[[Profile], Profile]) -> "Profiles":
         """Return both with a change."""
         return Profiles(*map(change, self.every))
 
-    def beside(self, nbytes: int) -> Profiles:
+    def beside(self, nbytes: int) -> "Profiles":
         """Return both of steps beside which so many more bytes are held."""
         return self.changed(lambda each: replace(each, resident_bytes=each.resident_bytes + nbytes))

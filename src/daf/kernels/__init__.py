@@ -4,8 +4,6 @@
 if its bytes equal the oracle's. ``docs/format.md`` spells out the arithmetic.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping
 from enum import IntEnum, StrEnum
@@ -69,7 +67,7 @@ class PageFields(NamedTuple):
         return self.kept == self.bits and self.full_runs == self.runs
 
     @classmethod
-    def flat(cls, address: int, elements: int, bits: int) -> PageFields:
+    def flat(cls, address: int, elements: int, bits: int) -> "PageFields":
         """Return one run of planes that follow each other at an address, headers behind them."""
         page_bytes = max(1, words_per_plane(elements)) * WORD_BYTES
         table = ctypes.addressof(_IN_ORDER)

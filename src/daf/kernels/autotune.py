@@ -1,7 +1,5 @@
 """Chooses the fastest strategy on first use, in bounded time; DAF (arXiv 2507.07149): offline."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +34,7 @@ class Trial(Protocol):
     def seconds(self, name: str) -> float:
         """Return the seconds of one run."""
 
-    def part(self) -> Trial:
+    def part(self) -> "Trial":
         """Return the same on a small part of the input, or itself if the input is small."""
 
 

@@ -3,8 +3,6 @@
 Element i in memory order is of channel ``(i // inner) % channels``; a row is a channel of one run.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
@@ -37,7 +35,7 @@ class Channels(NamedTuple):
         return self.scale.nbytes + self.shift.nbytes
 
     @classmethod
-    def times(cls, factor: float, device: torch.device) -> Channels:
+    def times(cls, factor: float, device: torch.device) -> "Channels":
         """Return multiplication by a number, whatever the channel."""
         scale = torch.full((1,), factor, dtype=torch.float32, device=device)
         return cls(scale, torch.zeros_like(scale), 1)

@@ -5,8 +5,6 @@ allocator frees its cache, so a refusal means that used blocks and the gaps betw
 room. It raises ``OutOfMemoryError``, which a session answers with a tighter plan.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import weakref
@@ -20,7 +18,7 @@ SEGMENT_BYTES = 20 * 2**20  # what PyTorch takes from the driver for blocks of 1
 
 _registry_lock = threading.RLock()  # of all devices' keepers; taken before a keeper's own lock
 # By device: the share that the user had set, and the open keepers.
-_open: dict[str, tuple[float, weakref.WeakSet[DeviceKeeper]]] = {}
+_open: "dict[str, tuple[float, weakref.WeakSet[DeviceKeeper]]]" = {}
 
 
 def _leave(memory: DeviceMemory) -> None:

@@ -3,8 +3,6 @@
 Covers PyTorch's tensors and oneDNN's scratch, forward and backward, at tens of µs per operator.
 """
 
-from __future__ import annotations
-
 import pickle
 import time
 from bisect import bisect_left, bisect_right
@@ -58,7 +56,7 @@ class History:
         self._start_us = 0
         self._before: list[MemoryEvent] = []
 
-    def __enter__(self) -> History:
+    def __enter__(self) -> "History":
         self._before = [
             MemoryEvent(0.0, address, size, 0, BEFORE, "")
             for address, size, _, _, _ in native.live_blocks()

@@ -1,7 +1,5 @@
 """The owners of what is set in the process, and the settings that follow from all of them."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys
@@ -40,7 +38,7 @@ class Claim:
     limit_bytes: int | None = None
     expected_bytes: int | None = None
     make_room: MakeRoom | None = None
-    limit_by_pages: Callable[[Claim, int], int | None] | None = None
+    limit_by_pages: "Callable[[Claim, int], int | None] | None" = None
     lifted: int = 0
     must_finish: bool = False
     overrun_bytes: int = 0

@@ -55,9 +55,7 @@ def _own_bytes(*fields: str) -> list[int]:
 
 def resident_bytes() -> int:
     """Return this process's resident bytes."""
-    if _HAS_STATUS:
-        return _own_bytes("VmRSS")[0]
-    return int(psutil.Process().memory_info().rss)
+    return _own_bytes("VmRSS")[0] if _HAS_STATUS else int(psutil.Process().memory_info().rss)
 
 
 def taken_bytes() -> int:

@@ -1,7 +1,5 @@
 """An allocator that knows its budget, under PyTorch and NumPy while entered (docs/allocator.md)."""
 
-from __future__ import annotations
-
 from daf._native import allocator as native
 from daf.memory import process_memory
 from daf.memory.owners import Claim, MakeRoom, cannot_redirect, owners
@@ -44,7 +42,7 @@ class RecyclingAllocator:
         self._claim = Claim(redirects=True, cap_bytes=cap, limit_bytes=limit, make_room=reclaim)
         owners.leave_with(self, self._claim)
 
-    def __enter__(self) -> RecyclingAllocator:
+    def __enter__(self) -> "RecyclingAllocator":
         if problem := unsupported_reason():
             raise cannot_redirect(problem)
         owners.enter(self._claim)

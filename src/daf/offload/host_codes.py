@@ -5,8 +5,6 @@ them: the same bytes in one layout. :class:`Routes` chooses from measured rates.
 2507.07149, collaborative packing through a unified layout), where the split is fixed.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import warnings
@@ -207,7 +205,7 @@ class HostCodes:
         return store.packed_elsewhere(tensor.numel(), treatment.bits, packing)
 
     def _packed(
-        self, leaving: _Leaving, store: HostStore, routes: Routes, work: Callable[[], Tensor]
+        self, leaving: "_Leaving", store: HostStore, routes: Routes, work: Callable[[], Tensor]
     ) -> Tensor:
         nbytes = leaving.raw.nbytes
         try:

@@ -5,8 +5,6 @@ took. A later pass recomputes the ``split`` (arXiv 2507.07149 fixes it): often a
 and then. A side that packs nothing gets one tensor of such a pass, to show if it becomes faster.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -58,7 +56,7 @@ class Rates:
 
     def observed(
         self, name: str, moved_bytes: int, ms: float, weight: float = NEW_RATE_WEIGHT
-    ) -> Rates:
+    ) -> "Rates":
         """Return rates with one drawn towards a measurement; weight 1 replaces it."""
         old = getattr(self, name)
         if ms <= 0 or old == float("inf"):

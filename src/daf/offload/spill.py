@@ -1,7 +1,5 @@
 """Spilling: a saved tensor's bytes wait on disk until backward reads them, bit for bit."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os
@@ -53,7 +51,7 @@ class SpillOptions:
 class SpillRecord:
     """One spilled storage; ``content`` is kept until it is on disk, for good if that failed."""
 
-    def __init__(self, space: _Space, tensor: Tensor, site: str, offset: int) -> None:
+    def __init__(self, space: "_Space", tensor: Tensor, site: str, offset: int) -> None:
         self.nbytes = tensor.untyped_storage().nbytes()
         self.site = site
         self.offset = offset

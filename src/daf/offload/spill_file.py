@@ -1,7 +1,5 @@
 """The file of spilled tensors, a map of its used parts, and a storage there and back: checked."""
 
-from __future__ import annotations
-
 import bisect
 import ctypes
 import errno
@@ -76,7 +74,7 @@ class SpillFile:
             os.fsync(self._descriptor)
 
 
-def _sync_file_range() -> ctypes._NamedFuncPointer | None:
+def _sync_file_range() -> "ctypes._NamedFuncPointer | None":
     try:
         function = ctypes.CDLL(None, use_errno=True).sync_file_range
     except (OSError, AttributeError, TypeError):

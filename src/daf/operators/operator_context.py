@@ -1,7 +1,5 @@
 """What one step brings to its fused operators: treatments, the ledger, recipes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -65,7 +63,7 @@ class FusedCall(NamedTuple, Generic[Held]):
     result: Tensor
     held: Held
     saved: SavedTensor
-    holder: InputHolder
+    holder: "InputHolder"
     plain: tuple[Plain, ...]
 
 
@@ -94,7 +92,7 @@ class OperatorContext:
         self,
         function: type[FusedFunction],
         inputs: Sequence[Tensor | None],
-        holder: InputHolder,
+        holder: "InputHolder",
         forward: Callable[[], tuple[Tensor, Held]],
     ) -> FusedCall[Held]:
         """Run a fused operator of ``inputs``, the first of which is saved; ``settle`` the call.

@@ -198,9 +198,7 @@ class RowNormOperator(FusedOperator):
         reason = objection(norm, self.context.hooks.hook)
         site = self.context.site(call.name)
         self.table.decide(site, "" if reason else call.name, reason)
-        if norm is None or reason:
-            return None
-        return partial(self._run, row_norm_of(norm), site)
+        return None if norm is None or reason else partial(self._run, row_norm_of(norm), site)
 
     def _run(self, norm: RowNorm, site: CallSite) -> Tensor:
         context, tracker = self.context, self.context.state.tracker

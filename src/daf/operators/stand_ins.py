@@ -5,8 +5,6 @@ it; every other reader gets the real tensor, computed then. What can no longer b
 ``FusionError``; the call is not deferred from then on, so that the step can run again.
 """
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -44,7 +42,7 @@ class DefersResults:
         """Return the result of a call that reads a stand-in; None: it needs the real tensor."""
         return None
 
-    def compute(self, deferred: Deferred) -> Tensor:
+    def compute(self, deferred: "Deferred") -> Tensor:
         """Return the real tensor in place of a stand-in."""
         raise NotImplementedError
 

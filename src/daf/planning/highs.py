@@ -4,8 +4,6 @@ HiGHS is called through highspy (why not SciPy: docs/planning.md). It prints not
 threads, uses a fixed random seed, and releases the GIL while it solves.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -71,7 +69,7 @@ class Rows:
         self.upper = np.full(count, upper, dtype=np.float64)
 
     @classmethod
-    def of_dense(cls, matrix: Floats, *, lower: ArrayLike, upper: ArrayLike) -> Rows:
+    def of_dense(cls, matrix: Floats, *, lower: ArrayLike, upper: ArrayLike) -> "Rows":
         """Make rows of the non-zero entries of a (rows, columns) matrix."""
         row, column = np.nonzero(matrix)
         return cls(row, column, matrix[row, column], lower=lower, upper=upper, count=len(matrix))
@@ -128,7 +126,7 @@ class LinearProgram:
 
 
 @cache
-def _quiet_highs() -> type[Highs]:
+def _quiet_highs() -> "type[Highs]":
     from highspy import Highs  # 4 MB, only for processes that plan
 
     class QuietHighs(Highs):
@@ -141,7 +139,7 @@ def _quiet_highs() -> type[Highs]:
     return QuietHighs
 
 
-def _run(highs: Highs) -> None:
+def _run(highs: "Highs") -> None:
     """Solve; leave the calling thread's scheduler unchanged."""
     from highspy import HighsStatus
 
@@ -155,7 +153,7 @@ def _run(highs: Highs) -> None:
     highs.setOptionValue("threads", _OPTIONS["threads"])
 
 
-def _answer(highs: Highs, *, mixed: bool) -> Answer:
+def _answer(highs: "Highs", *, mixed: bool) -> Answer:
     from highspy import HighsModelStatus, kSolutionStatusFeasible
 
     ended, info = highs.getModelStatus(), highs.getInfo()

@@ -1,7 +1,5 @@
 """What can be done with each family of saved tensors: the options that plans choose from."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -51,7 +49,7 @@ class Allowed:
     host_bytes: int = 0  # host memory for a device's codes (0: none)
     passing_bytes: int = 0  # device memory of codes and raw data on their way
 
-    def within(self, tolerance: float) -> Allowed:
+    def within(self, tolerance: float) -> "Allowed":
         """Return self, without codes if the tolerance is 0: noise measured as 0 is still noise."""
         return replace(self, widths=()) if tolerance == 0 else self
 

@@ -6,8 +6,6 @@ at once, and nothing waits. Kernels find pages through a table on the device, co
 eviction changes only how many planes are read (``docs/pool.md``).
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import Counter
@@ -42,7 +40,7 @@ class DevicePlaneTensor:
     """
 
     def __init__(
-        self, store: DevicePagedStore, numbers: PlaneTensor, stays: int, headers: bool
+        self, store: "DevicePagedStore", numbers: PlaneTensor, stays: int, headers: bool
     ) -> None:
         """Allocate blocks for the numbered pages; the first ``stays`` planes are not evicted."""
         anchor, fields = store.anchor, numbers.view.fields
@@ -322,6 +320,4 @@ def _distance(anchor: Tensor, block: Tensor) -> int:
 def _copied(table: Words, device: torch.device) -> Tensor:
     """Copy a table from pinned memory, so that nobody waits for it."""
     here = torch.from_numpy(table)
-    if device.type == "cpu":
-        return here
-    return here.pin_memory().to(device, non_blocking=True)
+    return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)

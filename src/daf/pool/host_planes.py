@@ -1,7 +1,5 @@
 """Planes of a device's codes that wait in pinned host memory until backward reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -66,7 +64,7 @@ class HostPlanes:
 
     nbytes = 0  # the store counts what passes through the device
 
-    def __init__(self, store: HostStore, record: Record) -> None:
+    def __init__(self, store: "HostStore", record: Record) -> None:
         self._store = store
         self._record = record
 

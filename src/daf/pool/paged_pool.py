@@ -4,8 +4,6 @@
 pages directly (``daf.kernels.cpu.codecs``), without copies.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,14 +11,15 @@ from itertools import pairwise
 from typing import Any, Unpack
 
 import daf._native as _native
-from daf.core.code_format import plane_bytes
+from daf.core.code_format import code_bytes, plane_bytes
 from daf.core.code_tables import rotated_error
 from daf.core.errors import KernelError, PoolFullError
+from daf.core.units import parse_optional_bytes
 from daf.kernels import PageFields
 from daf.memory.process_memory import soft_limit_bytes
 from daf.pool.page_size import DEFAULT_PAGE_BYTES, DEVICE_ENTRY_BYTES, TABLE_ENTRY_BYTES, PageFitter
-from daf.pool.store import PlainStore, PlaneOptions, Store
-from daf.pool.views import Evicted, EvictedPlane, PlaneView, PoolStatistics
+from daf.pool.store import PlainStore, PlaneOptions, PoolOptions, Store
+from daf.pool.views import Evicted, EvictedPlane, PlaneView, PoolStatistics, ZeroView
 
 _ADDRESS_SPACE_BYTES = 2**38
 
@@ -31,7 +30,7 @@ class PlaneTensor:
     It begins open, for a kernel to fill; once sealed, it is evictable outside :meth:`pinned`.
     """
 
-    def __init__(self, store: PagedStore, handle: int) -> None:
+    def __init__(self, store: "PagedStore", handle: int) -> None:
         self._store = store
         self.handle = handle
         self._released = False
@@ -67,7 +66,8 @@ class PlaneTensor:
     @contextmanager
     def pinned(self) -> Iterator[PlaneView]:
         """Yield the resident planes for reading; none is evicted meanwhile."""
-        view = PlaneView(PageFields(*_call(self._store.native.pin, self.handle)))
+        fields = PageFields(*_call(self._store.native.pin, self.handle))
+        view = PlaneView(fields) if fields.kept else ZeroView(fields.elements, fields.bits)
         try:
             yield view
         finally:
@@ -98,6 +98,7 @@ class PagedStore:
         poison: bool = False,
         charged: bool = False,
         elsewhere: bool = False,
+        whole: bool = False,
     ) -> None:
         """Reserve addresses; memory follows on demand.
 
@@ -113,6 +114,8 @@ class PagedStore:
                 reclaim hook, then of the pool's own planes, before the allocation fails.
             elsewhere: pages lie on a device (``device_pool``) and are only numbered and counted
                 here; planes are evicted whole.
+            whole: evict all planes of a tensor at once, by its ``weight`` per byte (DAF, arXiv
+                2507.07149); zeros are read in their place. Without a weight it stays.
 
         KernelError: invalid page size or increment. PoolFullError: no addresses are granted.
         """
@@ -124,7 +127,8 @@ class PagedStore:
         self._fitting = threading.RLock()  # a collection in between may allocate too
         page_bytes = DEFAULT_PAGE_BYTES if page_bytes is None else page_bytes
         sizes = (_ADDRESS_SPACE_BYTES, page_bytes, cap_bytes, increment_bytes or 0)
-        self.native = _call(_native.pool.Pool, *sizes, poison, charged, elsewhere)
+        self._whole = whole
+        self.native = _call(_native.pool.Pool, *sizes, poison, charged, elsewhere, whole)
 
     @property
     def page_bytes(self) -> int:
@@ -159,6 +163,9 @@ class PagedStore:
         if (values := options.get("importance")) is None:
             values = plane_importance(count, bits) if bits <= 4 else [0.0] * bits
         least, headers = options.get("minimum_bits"), options.get("headers", True)
+        if self._whole:
+            weight, size = options.get("weight"), max(1, code_bytes(count, bits))
+            least, values = bits if weight is None else 0, [(weight or 0.0) / size] * bits
         request = (count, bits, bits if least is None else least, headers, list(values))
         tag = options.get("tag", 0)
         return PlaneTensor(self, _call(self.native.allocate, *request, tag, page_bytes))
@@ -211,18 +218,25 @@ class PagedStore:
         return PoolStatistics(*self.native.statistics())
 
 
-def make_store(cap_bytes: int | None = None) -> Store:
-    """Return the paged pool; plain buffers where addresses are short and no cap was asked for.
+def make_store(asked: PoolOptions | str | int | None = None) -> Store:
+    """Return the paged pool; plain buffers where addresses are short and nothing was asked for.
 
-    ``cap_bytes`` (None: no cap) includes page tables and records. KernelError: it is invalid;
-    PoolFullError: it was asked for, and the system grants no addresses.
+    KernelError: the cap is invalid; PoolFullError: it was asked for, and the system grants no
+    addresses.
     """
-    if cap_bytes is None and soft_limit_bytes("RLIMIT_AS") is not None:
+    options = PoolOptions.of(asked)
+    if options == PoolOptions() and soft_limit_bytes("RLIMIT_AS") is not None:
         return PlainStore()  # the range that the pool reserves would be missing elsewhere
     try:
-        return PagedStore(cap_bytes, page_bytes=None, charged=True)
+        return PagedStore(
+            parse_optional_bytes(options.cap_bytes),
+            page_bytes=None,
+            increment_bytes=parse_optional_bytes(options.growth_bytes),
+            charged=True,
+            whole=options.evicts == "activations",
+        )
     except PoolFullError:
-        if cap_bytes is not None:
+        if options != PoolOptions():
             raise
         return PlainStore()
 

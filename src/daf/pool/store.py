@@ -2,13 +2,40 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypedDict, Unpack
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypedDict, Unpack, get_args
 
 import torch
 
 from daf.core.code_format import code_bytes, plane_bytes
+from daf.core.errors import OptionError
 from daf.kernels import PageFields
 from daf.pool.views import EvictedPlane, PlaneView
+
+Evicts = Literal["planes", "activations"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """The pool that holds codes, each size as bytes or ``"200MB"``.
+
+    OptionError: ``evicts`` is none of its values.
+    """
+
+    cap_bytes: str | int | None = None  # page tables and records included; None: no cap
+    evicts: Evicts = "planes"  # the least significant, or whole activations; on a GPU, planes
+    growth_bytes: str | int | None = None  # in DAF's paper steps of 100 MB; None: by demand
+
+    def __post_init__(self) -> None:
+        if self.evicts not in get_args(Evicts):
+            raise OptionError(
+                f"asked for a pool that evicts {self.evicts!r}; give 'planes' or 'activations'"
+            )
+
+    @classmethod
+    def of(cls, asked: Any) -> "PoolOptions":
+        """Return the options, of which the cap alone may be given."""
+        return asked if isinstance(asked, cls) else cls(asked)
 
 
 class PlaneOptions(TypedDict, total=False):
@@ -18,6 +45,7 @@ class PlaneOptions(TypedDict, total=False):
     # Harm per byte of losing each plane, most significant first. None: ``plane_importance`` of
     # weight 1 for up to 4 bits, else 0.
     importance: Sequence[float] | None
+    weight: float | None  # harm of losing all of it; None: it stays, where activations go whole
     headers: bool  # two bf16 numbers for every block, never evicted; default True
     tag: int  # 64 bits, names the tensor in ``take_evictions``; default 0
 

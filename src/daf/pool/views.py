@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
+from daf.core.code_format import code_bytes, plane_bytes
 from daf.core.errors import KernelError
 from daf.kernels import PageFields
 
@@ -72,3 +75,13 @@ class PlaneView:
     def end(self) -> None:
         """Invalidate the view: the tensor is no longer pinned."""
         self._fields = None
+
+
+class ZeroView(PlaneView):
+    """Zeros in place of all that was evicted; of codes with headers they stand for zeros."""
+
+    def __init__(self, count: int, bits: int) -> None:
+        self._zeros = torch.zeros(code_bytes(count, bits), dtype=torch.uint8)
+        fields = PageFields.flat(self._zeros.data_ptr(), count, bits)
+        runs, page_bytes = min(count, 1), plane_bytes(count, 1)
+        super().__init__(fields._replace(page_bytes=page_bytes, runs=runs, full_runs=runs))

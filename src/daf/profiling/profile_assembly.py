@@ -91,9 +91,7 @@ class _Moments:
 
     def number(self, moment: int) -> int:
         """Return the number among the merged moments."""
-        if moment >= len(self._number) - 1:
-            return self.count
-        return self._number[max(0, moment)]
+        return self.count if moment >= len(self._number) - 1 else self._number[max(0, moment)]
 
     def highest(self, values: Sequence[float]) -> list[float]:
         """Return the highest value within each merged moment."""

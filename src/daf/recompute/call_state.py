@@ -5,8 +5,6 @@ and objects among the inputs (caches) keep in Python. A second run leaves all of
 running statistics and counters advance once, and the caller's random numbers are not used up.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -119,7 +117,7 @@ class _Seen(NamedTuple):
     requires_grad: bool
 
     @classmethod
-    def now(cls, what: str, name: str, space: Mapping[str, Any], tensor: Tensor) -> _Seen:
+    def now(cls, what: str, name: str, space: Mapping[str, Any], tensor: Tensor) -> "_Seen":
         parts = strided_parts(tensor)
         storages = tuple(StorageReference(part.untyped_storage()) for part in parts)
         version, gradient = version_of(tensor), tensor.requires_grad

@@ -5,8 +5,6 @@ save. What differs in many elements is seen for certain: another mask of dropout
 another factor.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from functools import lru_cache
@@ -38,7 +36,7 @@ class Form(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Form:
+    def of(cls, tensor: Tensor) -> "Form":
         """Return a tensor's form."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
 
@@ -57,18 +55,18 @@ class Fingerprint(NamedTuple):
     content: int | Tensor | None
 
     @classmethod
-    def sampled(cls, tensor: Tensor, place: int) -> Fingerprint:
+    def sampled(cls, tensor: Tensor, place: int) -> "Fingerprint":
         """Return a fingerprint of a sample; another ``place`` chooses other elements."""
         with without_torch_function():
             return cls(Form.of(tensor), _content(tensor, place, whole=False))
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> Fingerprint:
+    def whole(cls, tensor: Tensor) -> "Fingerprint":
         """Return a fingerprint of every element."""
         with without_torch_function():
             return cls(Form.of(tensor), _content(tensor, 0, whole=True))
 
-    def differs(self, other: Fingerprint) -> bool | Tensor:
+    def differs(self, other: "Fingerprint") -> bool | Tensor:
         """Return whether contents differ that can be compared; on a device as a tensor."""
         if self.content is None or other.content is None:
             return False

@@ -4,8 +4,6 @@ A call may count its calls, fill a cache, put a result aside or draw from a gene
 Its second run begins with what the first one found, and leaves no trace.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -219,7 +217,7 @@ class Surroundings(NamedTuple):
     named: list[Any]
 
     @classmethod
-    def of(cls, model: nn.Module, function: Any = None) -> Surroundings:
+    def of(cls, model: nn.Module, function: Any = None) -> "Surroundings":
         """Walk over a model; ``function``: a loss, say."""
         modules = modules_of(model)
         parameters = parameters_of(model, modules)

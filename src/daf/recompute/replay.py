@@ -1,7 +1,5 @@
 """Replay: module calls that hold only their inputs, and run again when backward reaches them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -40,7 +38,7 @@ class Rebuilt(PackedTensor):
 
     __slots__ = ("_call", "_first", "_value", "index")
 
-    def __init__(self, call: ReplayedCall, index: int, tensor: Tensor) -> None:
+    def __init__(self, call: "ReplayedCall", index: int, tensor: Tensor) -> None:
         super().__init__()
         self.index = index
         self._call = call
@@ -85,7 +83,7 @@ class ReplayedCall:
     """One call of a replayed module: its inputs, its state, and handles for what it saves."""
 
     def __init__(
-        self, replays: Replays, target: WatchedForward, inputs: Inputs, state: CallState
+        self, replays: "Replays", target: WatchedForward, inputs: Inputs, state: CallState
     ) -> None:
         self.site = Site(target.path, "replay", 0, 0)
         self.differentiates = False  # True if its forward pass itself asks for gradients
@@ -179,7 +177,7 @@ class ReplayedCall:
         for handle in list(self._handles.values()):
             handle.forget()
 
-    def _run(self, collector: Collector) -> None:
+    def _run(self, collector: "Collector") -> None:
         arguments, keywords = self._inputs.restore(self.replays.keeper.scratch)
         with (
             self.replays.rebuilding(self.site.module, self._number, collector),

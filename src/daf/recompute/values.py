@@ -4,8 +4,6 @@ A value is the content of a whole storage between two writes. Views are the same
 geometry. An operation that writes in place makes a new value, as its functional form would.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +29,7 @@ class Geometry(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Geometry:
+    def of(cls, tensor: Tensor) -> "Geometry":
         """Return a strided tensor's geometry; of equal ones, the same object."""
         return _geometry(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 

@@ -152,9 +152,7 @@ def need_of(saved: SavedTensor, is_constant: Callable[[Tensor], bool], operator:
         return _product_need(saved, PRODUCT_SLOTS[name], is_constant, operator)
     if name == "PowBackward0":
         return {2: Need.LINEAR, 3: Need.PRODUCT}.get(saved_value(node, "exponent"), Need.EXACT)
-    if name in BATCH_NORMS and not saved_value(node, "training"):
-        return Need.LINEAR
-    return need
+    return Need.LINEAR if name in BATCH_NORMS and not saved_value(node, "training") else need
 
 
 def _product_need(

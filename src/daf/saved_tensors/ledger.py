@@ -3,8 +3,6 @@
 Bytes leave with the last reference to their object, so it is exact at any moment.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -106,7 +104,7 @@ class Unmade(NamedTuple):
     """A storage that only plain PyTorch makes and holds; ``instead`` are sources in its place."""
 
     nbytes: int
-    instead: tuple[Source, ...] = ()
+    instead: "tuple[Source, ...]" = ()
 
 
 class Plain:
@@ -114,7 +112,7 @@ class Plain:
 
     __slots__ = ("__weakref__", "_ledger", "source")
 
-    def __init__(self, ledger: Ledger, source: Source | Unmade) -> None:
+    def __init__(self, ledger: Ledger, source: "Source | Unmade") -> None:
         self._ledger = ledger
         ledger.add_plain(source.nbytes)
         self.source = source

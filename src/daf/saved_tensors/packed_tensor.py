@@ -1,7 +1,5 @@
 """What autograd holds in place of a saved tensor, and how the tensor comes back."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -50,7 +48,7 @@ class Derivation:
 
     _function: Callable[[Tensor], object]
     _scale: float = 1.0
-    _unscaled: Derivation | None = None
+    _unscaled: "Derivation | None" = None
     readers: int = 0  # saved tensors derived by it, scaled or not
 
     def apply_(self, tensor: Tensor) -> None:
@@ -59,7 +57,7 @@ class Derivation:
         if self._scale != 1.0:
             tensor.mul_(self._scale)
 
-    def scaled(self, factor: float) -> Derivation:
+    def scaled(self, factor: float) -> "Derivation":
         """Return ``factor`` times the function."""
         return Derivation(self._function, self._scale * factor, self)
 

@@ -128,9 +128,7 @@ class Packer:
             return self._two_values(job)
         if job.treatment.method is Method.REDERIVE:
             return self._rederived(job)
-        if job.need is Need.SMOOTH:
-            return self._derivative(job)
-        return self._values(job)
+        return self._derivative(job) if job.need is Need.SMOOTH else self._values(job)
 
     def _shared(
         self, job: PackRequest, kind: tuple[Any, ...], make: Callable[[], Any]
@@ -163,9 +161,9 @@ class Packer:
         return None if code is None else Decoded(code, layout_of(job.tensor))
 
     def _elements(
-        self, job: PackRequest, tensor: Tensor, bits: int, code: ElementCode
+        self, job: PackRequest, tensor: Tensor, bits: int, code: ElementCode, **options: Any
     ) -> ElementsCode | None:
-        return self._coder.elements(tensor, bits, code, on_host=job.treatment.on_host)
+        return self._coder.elements(tensor, bits, code, on_host=job.treatment.on_host, **options)
 
     def _packed(self, job: PackRequest) -> ElementsCode | None:
         tensor = job.tensor
@@ -273,7 +271,7 @@ class Packer:
             return None
         grid = grid_of(low, high, bits, cut.inner)
         steps = ElementCode(Codec.STEPS, grid.to_steps, job.key)
-        code = self._elements(job, dense, bits, steps)
+        code = self._elements(job, dense, bits, steps, weight=job.weight, tag=job.tag)
         assert code is not None
         from_steps = Stored(self._ledger, grid.from_steps)
         held = Decoded(Stored(self._ledger, code), layout_of(dense), channels=from_steps)

@@ -142,9 +142,7 @@ class Provenance:
         if not operands.trusted:
             return None
         found = self._resolve(node.next_functions[0], _MOST_ADDITIONS)
-        if found is None or found[0].derivation is not None:
-            return None
-        return _masked(found, mask)
+        return None if found is None or found[0].derivation is not None else _masked(found, mask)
 
     def added(
         self, addend: Tensor | None, term: Term, mask: Stored[ElementsCode] | None

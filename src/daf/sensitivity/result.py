@@ -1,7 +1,5 @@
 """The measured sensitivity of a model, and what follows from it: plain values, no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -102,7 +100,7 @@ class Sensitivity:
             )
         return self.added_variance(treatments) / self.batch_variance
 
-    def refreshed(self, newer: Sensitivity) -> Sensitivity:
+    def refreshed(self, newer: "Sensitivity") -> "Sensitivity":
         """Return an exponential average with a later measurement, which counts half.
 
         Sites known to one only are taken from it; if they differ in ``relative``, the newer counts.
@@ -140,7 +138,7 @@ class Sensitivity:
         """Return ``batch_variance`` of a batch of ``examples`` examples."""
         return self._of_examples(examples).batch_variance
 
-    def _of_examples(self, examples: int) -> Sensitivity:
+    def _of_examples(self, examples: int) -> "Sensitivity":
         """Return it for another batch size: variances of a mean fall as 1 / ``examples``."""
         if self.relative:  # beside gradients of noise they do not; only their ratios count
             return replace(self, examples=examples)
@@ -162,7 +160,7 @@ class Sensitivity:
         return dict(to_plain(self))
 
     @staticmethod
-    def from_dict(value: Mapping[str, Any]) -> Sensitivity:
+    def from_dict(value: Mapping[str, Any]) -> "Sensitivity":
         """Return the inverse of ``as_dict``; raises DataError if a value is missing."""
         try:
             found: Sensitivity = from_plain(Sensitivity, value)

@@ -4,8 +4,6 @@ When it falls in mid-step, recycled blocks return to the system, the pool evicts
 allocations are refused. Between steps ``PlanController`` plans anew.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable
@@ -27,7 +25,7 @@ FAR_BYTES = 10**9
 ANOTHERS = "the budget of another session"
 MOST_CHANGES = 1000  # in a history: a budget that is a function may move at every look
 
-_living: weakref.WeakSet[BudgetController] = weakref.WeakSet()  # of all sessions
+_living: "weakref.WeakSet[BudgetController]" = weakref.WeakSet()  # of all sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +167,7 @@ class BudgetController:
         for each in self._others():
             each.follow()
 
-    def _others(self) -> list[BudgetController]:
+    def _others(self) -> "list[BudgetController]":
         if len(_living) == 1:
             return []
         name = self.keeper.memory_name

@@ -18,7 +18,7 @@ from daf.core.notebook import card, facts, folded, memory_bar, optional_bytes, p
 from daf.core.plan import Plan
 from daf.core.profile import Profile
 from daf.core.reports import LeverRefusal, SiteReport
-from daf.core.units import format_bytes, parse_optional_bytes
+from daf.core.units import format_bytes
 from daf.memory.domain import MemoryDomain, ProcessMemory, keeper_of
 from daf.memory.keeper import Keeper
 from daf.memory.owners import owners
@@ -26,6 +26,7 @@ from daf.offload.host_codes import host_options
 from daf.offload.spill import SpillOptions
 from daf.planning.planner import Constraints
 from daf.pool.paged_pool import make_store
+from daf.pool.store import PoolOptions
 from daf.profiling.beside_memory import BesideMemory
 from daf.profiling.profiler import Profiler
 from daf.sensitivity.result import Sensitivity
@@ -87,7 +88,7 @@ def make_parts(
     tolerance: float | None = None,
     allow_batchnorm_split: bool = False,
     operators: str = "auto",
-    pool_bytes: str | int | None = None,
+    pool_bytes: PoolOptions | str | int | None = None,
     release_gradients: ReleaseMode = False,
     spill: SpillOptions | None = None,
     sensitivity: Sensitivity | bool = True,
@@ -101,7 +102,7 @@ def make_parts(
     if host is not None:
         asked.refuse_what_sends_nothing(bits, policy, has_budget=has_budget)
     fixed = asked.fixed_policy(bits, fused=fused, has_budget=has_budget, on_host=host is not None)
-    store = make_store(parse_optional_bytes(pool_bytes))
+    store = make_store(pool_bytes)
     capture = Capture(model, store, spill, host, can_run_again=can_run_again)
     keeper = keeper_of(memory, store.give_back, capture.devices.give_back)
     release = GradientRelease(release_gradients, model, optimizer, capture.parameter_reads)

@@ -5,8 +5,6 @@ not: MobileNet-v2 was predicted 230 ms and took 550. Predictions err alike withi
 measurement corrects all later predictions of its kind.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -86,12 +84,12 @@ class Trial:
         """True if no plan has run all its steps yet."""
         return len(self.times_ms) < self.steps_of_each
 
-    def noted(self, ran: StepMeasurement) -> Trial:
+    def noted(self, ran: StepMeasurement) -> "Trial":
         """Return the trial one step later."""
         held_bytes = (*self.held_bytes, ran.held_bytes)
         return replace(self, times_ms=(*self.times_ms, ran.step_ms), held_bytes=held_bytes)
 
-    def without_current(self) -> Trial:
+    def without_current(self) -> "Trial":
         """Return the trial without its current plan, which was refused memory."""
         at = len(self.times_ms) // self.steps_of_each
         ran = at * self.steps_of_each

@@ -1,11 +1,8 @@
 """One training step inside a byte budget: profile, plan, execute, adapt.
 
 ``Session`` measures a few small steps and plans. It runs and measures the first full-size step
-under the tightest plan, then goes on with the fastest plan that fits. ``factory`` builds its parts;
-``StepRunner`` runs a step.
+under the tightest plan, then goes on with the fastest plan that fits.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +21,7 @@ from daf.core.units import parse_optional_bytes
 from daf.memory.owners import owners
 from daf.offload.spill import SpillOptions
 from daf.planning.policies import strategy_named
+from daf.pool.store import PoolOptions
 from daf.profiling.model_memory import parameter_bytes
 from daf.sensitivity.result import Sensitivity
 from daf.session import arguments
@@ -85,8 +83,9 @@ class Session(SessionReadings):
             "pytorch" runs PyTorch's own, always.
         pool_bytes: most bytes of codes, in the process and on each GPU, as bytes or ``"200MB"``;
             None: no cap of their own. Below what codes need, planes of ``rotated`` codes are
-            evicted, least important first, down to one bit; reports say how much. The attribute may
-            be set at any moment, from any thread.
+            evicted, least important first, down to one bit; reports say how much. A ``PoolOptions``
+            (``daf.pool.store``) evicts whole activations, or grows by fixed steps. The attribute
+            may be set at any moment, from any thread.
         release_gradients: step each parameter inside backward as its gradient completes, and free
             the gradient (``grad`` is None afterwards), with the same result bit for bit. Where
             something needs gradients later, True raises, and ``"auto"`` keeps them;
@@ -138,7 +137,7 @@ class Session(SessionReadings):
         split: Split = "auto",
         batch_dim: BatchDim = None,
         operators: arguments.Operators = "auto",
-        pool_bytes: str | int | None = None,
+        pool_bytes: PoolOptions | str | int | None = None,
         release_gradients: ReleaseMode = False,
         spill: SpillOptions | None = None,
         sensitivity: Sensitivity | bool = True,
@@ -174,7 +173,7 @@ class Session(SessionReadings):
             parts.keeper.drop_code()  # of loading
         memory.reset_peak()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> "Session":
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,7 +1,5 @@
 """A training step's batch and loss function, and how the batch is cut."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +41,7 @@ class StepContext:
         splitting: Splitting | None = None,
         seed: int = 0,
         index: int = 0,
-    ) -> StepContext:
+    ) -> "StepContext":
         """Return the context of a step; DataError as ``possible_cuts``, or if empty."""
         splitting = splitting or Splitting()
         kind = kind_of(model, batch, loss_fn)

@@ -1,7 +1,5 @@
 """The state of the graph that autograd builds and runs, and what its tensors consist of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -105,7 +103,7 @@ class StorageReference(int):
 
     __slots__ = ()
 
-    def __new__(cls, storage: torch.UntypedStorage) -> StorageReference:
+    def __new__(cls, storage: torch.UntypedStorage) -> "StorageReference":
         address: Any = storage._weak_ref()
         return int.__new__(cls, address)
 

@@ -17,6 +17,7 @@ from daf.core.errors import PlatformError, UnknownNameError
 from daf.memory import process_memory
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import memory_on
+from daf.pool.store import PoolOptions
 from daf.session.session import Session
 from daf.torch_compat import compiler
 from daf.training.data import load_data
@@ -29,8 +30,7 @@ from daf.training.task import Batch, BatchOrder, Goal, Indices, Task, settle_goa
 _LEARNING_RATES = {"sgd": 0.05, "adamw": 3e-4}
 # What a session takes as it is, by the same name.
 _OF_SESSION = """
-bits fused policy tolerance seed allow_batchnorm_split split operators pool_bytes host_bytes
-cache
+bits fused policy tolerance seed allow_batchnorm_split split operators host_bytes cache
 """
 _WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.01}
 
@@ -122,6 +122,7 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
         release_gradients="auto" if settings.release_gradients else False,
         sensitivity=known,
         rollback=good_state if settings.rollback and good_state is not None else False,
+        pool_bytes=pool_options(settings),
         **{name: getattr(settings, name) for name in _OF_SESSION.split()},
     )
     session.include_loading()
@@ -129,6 +130,11 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
     return TrainingJob(
         settings, goal, optimizer_name, model, optimizer, task, order, session, device, left_out
     )
+
+
+def pool_options(settings: TrainSettings) -> PoolOptions:
+    """Return the pool that a run's codes lie in."""
+    return PoolOptions(settings.pool_bytes, settings.pool_evicts, settings.pool_growth_bytes)
 
 
 def checked_device(name: str) -> torch.device:

@@ -1,7 +1,5 @@
 """A run from its first step, or its checkpoint, to its summary."""
 
-from __future__ import annotations
-
 import math
 import signal
 import threading
@@ -78,7 +76,7 @@ class _Run:
     job: TrainingJob
     folder: RunFolder
     observer: Observer
-    watch: InterruptWatch
+    watch: "InterruptWatch"
     memory: MemoryLog
     _step: int = 0
     _evaluations: list[dict[str, Any]] = field(default_factory=list)
@@ -369,7 +367,7 @@ class InterruptWatch:
         self.requested = False
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> InterruptWatch:
+    def __enter__(self) -> "InterruptWatch":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._handle)

@@ -1,7 +1,5 @@
 """A run's settings: one immutable value, kept in the run's folder; also the command's options."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -136,6 +134,17 @@ class TrainSettings:
         "bits. By default the budget alone bounds them.",
         parse=parse_bytes,
     )
+    pool_evicts: Literal["planes", "activations"] = _shared(
+        "planes",
+        "What codes lose beyond that: planes of bits, or whole activations.",
+        parse=_one_of("--pool-evicts", {"planes": "planes", "activations": "activations"}),
+    )
+    pool_growth_bytes: int | None = _shared(
+        None,
+        "Let their pool grow by steps of this size, such as 100MB; by default by demand.",
+        "--pool-growth",
+        parse=parse_bytes,
+    )
     host_bytes: int | None = _shared(
         None,
         "How much pinned host memory a GPU's codes may wait in, such as 4GB, until backward wants "
@@ -215,7 +224,7 @@ class TrainSettings:
     )
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> TrainSettings:
+    def from_json(value: Mapping[str, Any]) -> "TrainSettings":
         """Return settings from JSON; raises RunFolderError if another version wrote it."""
         goal = value.get("goal")
         try:
@@ -226,7 +235,7 @@ class TrainSettings:
                 "resume with the version that began the run"
             ) from error
 
-    def resumed_with(self, asked: Mapping[str, Any]) -> TrainSettings:
+    def resumed_with(self, asked: Mapping[str, Any]) -> "TrainSettings":
         """Return these with ``asked``, or raise RunFolderError: finished steps depend on one."""
         changing = {each.name for each in dataclasses.fields(self) if option_of(each).may_change}
         for name, value in asked.items():

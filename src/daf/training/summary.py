@@ -19,7 +19,7 @@ from daf.session.session import Session
 from daf.step.dry_run import dry_run
 from daf.step.microbatch import likely_cut
 from daf.step.state_snapshot import preserved_state
-from daf.training.job import TrainingJob
+from daf.training.job import TrainingJob, pool_options
 from daf.training.run_folder import RunFolder
 from daf.training.task import Batch
 
@@ -119,7 +119,7 @@ def _sites_of(job: TrainingJob, plan: Plan, batch: Batch) -> list[dict[str, str 
     """Return one row per saved tensor (bytes), from a forward pass over one micro-batch."""
     part = likely_cut(batch).take(batch, 0, plan.micro_batch)
     host = host_options(job.model, job.settings.host_bytes)
-    capture = Capture(job.model, make_store(job.settings.pool_bytes), host=host)
+    capture = Capture(job.model, make_store(pool_options(job.settings)), host=host)
     with preserved_state(job.model, job.task.loss, gradients=True):
         if plan.policy.fused:
             dry_run(capture, job.model, plan.policy, batch, job.task.loss)

@@ -1,7 +1,5 @@
 """Observes where batch normalisation, addition and ReLU can be one operator."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +73,7 @@ class _Seen:
 
     parts: dict[weakref.ref[Tensor], int]  # what it was computed from, at which version
     result: weakref.ref[Tensor]
-    readers: list[str | Rectifier | _Seen] = field(default_factory=list)
+    readers: "list[str | Rectifier | _Seen]" = field(default_factory=list)
     trouble: str = ""  # why it must be computed at once
 
     def read_by(self, reader: str | Rectifier) -> None:

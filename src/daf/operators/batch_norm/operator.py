@@ -110,9 +110,7 @@ class BatchNormOperator(FusedOperator):
             return None
         if (rectified := read_rectifier(*call)) is not None:
             return self._rectify(*rectified)
-        if is_plain_addition(*call):
-            return self._add(call.name, *call.arguments)
-        return None
+        return self._add(call.name, *call.arguments) if is_plain_addition(*call) else None
 
     def _rectify(self, stand_in: Tensor, rectifier: Rectifier) -> Tensor | None:
         deferred = self._find(stand_in)

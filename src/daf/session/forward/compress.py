@@ -1,7 +1,5 @@
 """``daf.compress``: codes of some bits, or a budget, in anybody's training loop."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -61,7 +59,7 @@ class BudgetedForward(Uncopied):
         vars(model)[_OF_MODEL] = self
 
     @staticmethod
-    def of(model: nn.Module) -> BudgetedForward | None:
+    def of(model: nn.Module) -> "BudgetedForward | None":
         """Return the model's own, or None."""
         return vars(model).get(_OF_MODEL)
 
