@@ -39,8 +39,7 @@ int repeats_for(const std::function<void()>& call) {
   return once >= least_timed_ns ? 1 : int(least_timed_ns / (once + 1)) + 1;
 }
 
-template <class Range>
-void on_threads(const Range& range, uint64_t count, int threads) {
+template <class Range> void on_threads(const Range& range, uint64_t count, int threads) {
   run_ranges(
       [&](size_t first, size_t last) {
         range(first, last);

@@ -16,8 +16,7 @@ constexpr double shares[] = {1.0, 0.5};
 
 using Clock = std::chrono::steady_clock;
 
-template <class Work>
-double ns_per_operation(Work work, int operations) {
+template <class Work> double ns_per_operation(Work work, int operations) {
   const auto start = Clock::now();
   work();
   const std::chrono::duration<double, std::nano> spent = Clock::now() - start;
@@ -66,8 +65,7 @@ class Crowd {
   std::vector<uint64_t> handles_;
 };
 
-template <class Work>
-void repeat(int times, Work work) {
+template <class Work> void repeat(int times, Work work) {
   for (int i = 0; i < times; ++i) work();
 }
 

@@ -27,8 +27,7 @@ int allocate_scratch(void** pointer, size_t alignment, size_t bytes) {
 
 using Allocate = int (*)(void** pointer, size_t alignment, size_t bytes);
 
-template <Allocate allocate_by>
-void* redirected_aligned_alloc(size_t alignment, size_t bytes) {
+template <Allocate allocate_by> void* redirected_aligned_alloc(size_t alignment, size_t bytes) {
   void* pointer = nullptr;
   const int failed = allocate_by(&pointer, std::max(alignment, sizeof(void*)), bytes);
   if (failed) errno = failed;
@@ -126,8 +125,7 @@ void* redirected_new(size_t bytes) {
   return ours ? pointer : ::operator new(bytes);
 }
 
-template <class Function>
-void* address_of(Function function) {
+template <class Function> void* address_of(Function function) {
   return reinterpret_cast<void*>(function);
 }
 

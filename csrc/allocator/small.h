@@ -23,8 +23,7 @@ class SmallBlocks {
  public:
   void open() { set_open(true); }
   // Removes every block, passing each to `visit`.
-  template <class Visit>
-  void close(Visit visit) {
+  template <class Visit> void close(Visit visit) {
     set_open(false);
     for (Shard& shard : shards_) {
       const std::lock_guard<std::mutex> lock(shard.mutex);

@@ -27,8 +27,7 @@ struct Extent {
 constexpr uint64_t line_bytes = 64;  // threads share no cache line
 
 // Bytes that suffice for any start of the workspace that `lay_out` lays out.
-template <class Plan>
-uint64_t workspace_bytes(const Plan& plan) {
+template <class Plan> uint64_t workspace_bytes(const Plan& plan) {
   return lay_out(plan, 0).end + line_bytes;
 }
 

@@ -11,8 +11,7 @@ using Pages = paging::View;
 
 // The address of block 0 if block `first` lies at `here`; it may lie outside any object, where
 // pointer arithmetic is undefined.
-template <class T>
-T* origin(T* here, size_t first, size_t block_bytes) {
+template <class T> T* origin(T* here, size_t first, size_t block_bytes) {
   return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(here) - first * block_bytes);
 }
 

@@ -49,8 +49,7 @@ nb::tuple given_fields(const paging::GivenUp& given) {
   return nb::make_tuple(given.pages, given.payload_bytes, given.returned_bytes, given.over_bytes);
 }
 
-template <class Work>
-auto without_lock(Work work) {
+template <class Work> auto without_lock(Work work) {
   const nb::gil_scoped_release release;
   return work();
 }

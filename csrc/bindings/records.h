@@ -17,10 +17,7 @@ class Fields {
   explicit Fields(nanobind::tuple record) : record_(std::move(record)) {}
 
   // Reads the next fields; a None leaves the item as it is.
-  template <class... Items>
-  void read(Items&... items) {
-    (read_one(items), ...);
-  }
+  template <class... Items> void read(Items&... items) { (read_one(items), ...); }
 
   void skip() { ++place_; }
 
@@ -29,8 +26,7 @@ class Fields {
   }
 
  private:
-  template <class Item>
-  void read_one(Item& item) {
+  template <class Item> void read_one(Item& item) {
     const nanobind::handle field = record_[place_++];
     if (field.is_none()) return;
     if constexpr (std::is_pointer_v<Item>) {

@@ -78,8 +78,7 @@ class Lines {
   alignas(64) float scale_[pieces], shift_[pieces];
 };
 
-template <int bits>
-bool encode_derivative_range(const Job& job, size_t first, size_t last) {
+template <int bits> bool encode_derivative_range(const Job& job, size_t first, size_t last) {
   if (first == last) return true;
   const Lines lines(job.table);
   const PhiloxKeys keys(job.key);
@@ -143,8 +142,7 @@ void write_items(void* to, size_t valid, uint64_t base, const Halves& halves) {
   }
 }
 
-template <class Item>
-bool encode_integers_of(const Job& job, size_t first, size_t last) {
+template <class Item> bool encode_integers_of(const Job& job, size_t first, size_t last) {
   for (size_t index = first; index < last; ++index) {
     Halves halves = {};
     const uint64_t place = index * block_elements, left = job.count - place;
@@ -162,8 +160,7 @@ bool encode_integers_of(const Job& job, size_t first, size_t last) {
   return true;
 }
 
-template <class Item>
-bool decode_integers_of(const Job& job, size_t first, size_t last) {
+template <class Item> bool decode_integers_of(const Job& job, size_t first, size_t last) {
   for (size_t index = first; index < last; ++index) {
     Halves halves = {};
     const uint64_t place = index * block_elements, left = job.count - place;

@@ -66,8 +66,7 @@ DAF_INLINE Grid make_grid(Range range, float last, uint16_t* header) {
 }
 
 // Converts four vectors of grid positions, counted from one, to codes.
-template <int bits>
-DAF_INLINE V::Bytes codes_of(const V::I (&positions)[4]) {
+template <int bits> DAF_INLINE V::Bytes codes_of(const V::I (&positions)[4]) {
   if constexpr (bits < 8)
     return V::least_bytes(V::subtract_bytes(V::pack_bytes(positions), V::set_bytes(1)),
                           V::set_bytes((1 << bits) - 1));
@@ -119,8 +118,7 @@ DAF_NEVER_INLINE void write_minmax_tail(const float* row, size_t valid, const Gr
   write_minmax_codes<bits, false>(row, valid, grid, keys, index, rows);
 }
 
-template <int bits>
-bool encode_minmax_range(const Job& job, size_t first, size_t last) {
+template <int bits> bool encode_minmax_range(const Job& job, size_t first, size_t last) {
   const PhiloxKeys keys(job.key);
   Reader reader(job);
   Batch batch;
@@ -199,8 +197,7 @@ DAF_NEVER_INLINE void write_steps(const Job& job, const float* row, size_t valid
     write_minmax_codes<bits, false, true>(row, valid, {}, keys, index, rows);
 }
 
-template <int bits>
-bool encode_steps_range(const Job& job, size_t first, size_t last) {
+template <int bits> bool encode_steps_range(const Job& job, size_t first, size_t last) {
   const PhiloxKeys keys(job.key);
   Reader reader(job);
   alignas(64) float room[block_elements];
@@ -211,7 +208,6 @@ bool encode_steps_range(const Job& job, size_t first, size_t last) {
   return true;
 }
 
-template <int bits>
-constexpr Kernel decode_steps_range = decode_minmax_range<bits, false>;
+template <int bits> constexpr Kernel decode_steps_range = decode_minmax_range<bits, false>;
 
 }  // namespace

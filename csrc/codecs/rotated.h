@@ -45,8 +45,7 @@ struct Rotations {
   }
 };
 
-template <int bits>
-struct RotatedTables {
+template <int bits> struct RotatedTables {
   V::Bytes thresholds[bits];  // of each step, by the cell so far
   V::Bytes levels;            // by cell
 
@@ -190,8 +189,7 @@ DAF_INLINE bool finish_block(const Job& job, const RotatedState& state, size_t i
   return finite;
 }
 
-template <int bits>
-bool encode_rotated_range(const Job& job, size_t first, size_t last) {
+template <int bits> bool encode_rotated_range(const Job& job, size_t first, size_t last) {
   const RotatedTables<bits> tables(job.thresholds, job.levels);
   Reader reader(job);
   Rotations rotations(job.key);
@@ -243,8 +241,7 @@ DAF_INLINE void scale_shorts(Block& block, const V::Shorts& shorts, V::F mean, V
   });
 }
 
-template <int kept_bits>
-bool decode_rotated_range(const Job& job, size_t first, size_t last) {
+template <int kept_bits> bool decode_rotated_range(const Job& job, size_t first, size_t last) {
   const auto levels = V::load_table(job.levels);
   Writer writer(job);
   Rotations rotations(job.key);

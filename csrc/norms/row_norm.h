@@ -10,8 +10,7 @@
 namespace {
 
 // Calls part(place, lanes) for each vector of a row; the last may have fewer lanes.
-template <class Part>
-DAF_INLINE void each_vector_of_row(size_t length, Part&& part) {
+template <class Part> DAF_INLINE void each_vector_of_row(size_t length, Part&& part) {
   size_t place = 0;
   for (; place + V::lanes <= length; place += V::lanes) part(place, std::true_type{});
   if (place < length) part(place, length - place);

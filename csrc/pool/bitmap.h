@@ -98,8 +98,7 @@ class Bitmap {
       if (below[i]) levels_.back()[i / 64] |= uint64_t(1) << (i % 64);
   }
 
-  template <class Choose>
-  uint64_t walk(Choose choose) const {
+  template <class Choose> uint64_t walk(Choose choose) const {
     if (count_ == 0) return nothing;
     uint64_t place = 0;
     for (size_t level = levels_.size(); level-- > 0;)

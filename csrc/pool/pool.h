@@ -160,8 +160,7 @@ class Pool {
   uint64_t page_payload(const Tensor& tensor, uint64_t run) const;
   uint64_t payload_of(const Tensor& tensor) const;
   // Visits the table's entries for all present pages: those of planes, then those of headers.
-  template <class Visit>
-  void each_page(const Tensor& tensor, Visit visit) const {
+  template <class Visit> void each_page(const Tensor& tensor, Visit visit) const {
     const uint64_t headers = header_pages(tensor), planes = present_pages(tensor) - headers;
     for (uint64_t i = 0; i < planes; ++i) visit(tensor.table[i]);
     for (uint64_t i = 0; i < headers; ++i)

@@ -22,8 +22,7 @@ void fold_rows(Number* numbers, size_t rows, uint64_t width, Combine combine) {
 }
 
 // The caller's numbers may lie at any address.
-template <class Number>
-void store_result(Number* results, uint64_t place, Number result) {
+template <class Number> void store_result(Number* results, uint64_t place, Number result) {
   std::memcpy(reinterpret_cast<char*>(results) + place * sizeof result, &result, sizeof result);
 }
 
@@ -32,8 +31,7 @@ class Workspace {
  public:
   explicit Workspace(uintptr_t address) : next_(address) {}
 
-  template <class Item>
-  Item* take(uint64_t items) {
+  template <class Item> Item* take(uint64_t items) {
     const uintptr_t aligned = (next_ + line_bytes - 1) / line_bytes * line_bytes;
     next_ = aligned + items * sizeof(Item);
     return reinterpret_cast<Item*>(aligned);

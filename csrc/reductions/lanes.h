@@ -24,8 +24,7 @@ DAF_INLINE V::I order_key(V::F x) {
 
 // A slot's sixteen sums in registers, of elements and of their products with those that lie
 // `behind` them (0: squares). Lanes not chosen gain +0, which changes no sum from +0 on.
-template <size_t behind>
-class SumsSlot {
+template <size_t behind> class SumsSlot {
  public:
   DAF_MEMBER_INLINE SumsSlot(const RunningSums& all, uint64_t slot)
       : sums_(all.sums + slot * slot_lanes), products_(all.squares + slot * slot_lanes) {

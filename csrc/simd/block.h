@@ -44,8 +44,7 @@ DAF_INLINE uint16_t bfloat16_nearest(float value) {
 DAF_INLINE bool is_finite_bfloat16(uint16_t half) { return (half & 0x7F80) != 0x7F80; }
 
 // The sum of leaf(0) … leaf(15) by halving strides; depth first, so few vectors are alive at once.
-template <int width = 1, class Leaf>
-DAF_INLINE V::F fold(Leaf&& leaf, int t = 0) {
+template <int width = 1, class Leaf> DAF_INLINE V::F fold(Leaf&& leaf, int t = 0) {
   if constexpr (width == block_vectors)
     return leaf(t);
   else
@@ -53,8 +52,7 @@ DAF_INLINE V::F fold(Leaf&& leaf, int t = 0) {
 }
 
 // Calls each(0) … each(count - 1); the indices are constants, so that templates may have them.
-template <int count, int i = 0, class Each>
-DAF_INLINE void for_constants(Each&& each) {
+template <int count, int i = 0, class Each> DAF_INLINE void for_constants(Each&& each) {
   if constexpr (i < count) {
     each(std::integral_constant<int, i>{});
     for_constants<count, i + 1>(each);

@@ -135,12 +135,10 @@ struct Vector {
   DAF_PAIRWISE(I, least_integer, I, _mm256_min_epu32)
   DAF_PAIRWISE(I, greatest_integer, I, _mm256_max_epu32)
   DAF_FOLD_INTEGERS(uint32_t, reduce_greatest, max_epu32)
-  template <int places>
-  DAF_INLINE I shift_left(I a) {
+  template <int places> DAF_INLINE I shift_left(I a) {
     return {_mm256_slli_epi32(a.low, places), _mm256_slli_epi32(a.high, places)};
   }
-  template <int places>
-  DAF_INLINE I shift_right(I a) {
+  template <int places> DAF_INLINE I shift_right(I a) {
     return {_mm256_srli_epi32(a.low, places), _mm256_srli_epi32(a.high, places)};
   }
   DAF_INLINE I truncate(F a) { return {_mm256_cvttps_epi32(a.low), _mm256_cvttps_epi32(a.high)}; }
@@ -158,8 +156,7 @@ struct Vector {
     return {lookup_eight(halves, index.low), lookup_eight(halves, index.high)};
   }
 
-  template <int places>
-  DAF_INLINE I rotate_left(I a) {
+  template <int places> DAF_INLINE I rotate_left(I a) {
     if constexpr (places == 0) return a;
     return bit_or(shift_left<places>(a), shift_right<32 - places>(a));
   }
@@ -168,21 +165,18 @@ struct Vector {
   DAF_INLINE Bytes pack_bytes(const I (&quarters)[4]) {
     return {pack_bytes(quarters[0], quarters[1]), pack_bytes(quarters[2], quarters[3])};
   }
-  template <int quarter>
-  DAF_INLINE I widen_bytes(Bytes bytes) {
+  template <int quarter> DAF_INLINE I widen_bytes(Bytes bytes) {
     const __m256i half = quarter < 2 ? bytes.low : bytes.high;
     const __m128i here = _mm256_extracti128_si256(half, quarter % 2);
     return {_mm256_cvtepu8_epi32(here), _mm256_cvtepu8_epi32(_mm_srli_si128(here, 8))};
   }
-  template <int bit>
-  DAF_INLINE uint64_t bit_of_bytes(Bytes bytes) {
+  template <int bit> DAF_INLINE uint64_t bit_of_bytes(Bytes bytes) {
     const uint32_t low = uint32_t(_mm256_movemask_epi8(_mm256_slli_epi16(bytes.low, 7 - bit)));
     const uint32_t high = uint32_t(_mm256_movemask_epi8(_mm256_slli_epi16(bytes.high, 7 - bit)));
     return uint64_t(high) << 32 | low;
   }
   DAF_INLINE Bytes no_bytes() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  template <int bit>
-  DAF_INLINE Bytes add_bit_to_bytes(Bytes bytes, uint64_t bits) {
+  template <int bit> DAF_INLINE Bytes add_bit_to_bytes(Bytes bytes, uint64_t bits) {
     const I chosen = {spread_bits(uint32_t(bits)), spread_bits(uint32_t(bits >> 32))};
     const __m256i value = _mm256_set1_epi8(char(1 << bit));
     return bit_or(bytes, bit_and(chosen, {value, value}));
@@ -198,8 +192,7 @@ struct Vector {
   }
   DAF_PAIRWISE(Bytes, subtract_bytes, Bytes, _mm256_sub_epi8)
   DAF_PAIRWISE(Bytes, least_bytes, Bytes, _mm256_min_epu8)
-  template <int value>
-  DAF_INLINE uint64_t add_where_greater(Bytes& sums, Bytes a, Bytes b) {
+  template <int value> DAF_INLINE uint64_t add_where_greater(Bytes& sums, Bytes a, Bytes b) {
     const __m256i low = _mm256_cmpgt_epi8(a.low, b.low), high = _mm256_cmpgt_epi8(a.high, b.high);
     const Bytes all = set_bytes(value);
     sums = {_mm256_add_epi8(sums.low, _mm256_and_si256(low, all.low)),
@@ -211,26 +204,22 @@ struct Vector {
   struct Shorts {
     __m256i x[16];
   };
-  template <int t>
-  DAF_INLINE void put_shorts(Shorts& shorts, I low, I high) {
+  template <int t> DAF_INLINE void put_shorts(Shorts& shorts, I low, I high) {
     shorts.x[2 * t] = in_order(_mm256_packs_epi32(low.low, low.high));
     shorts.x[2 * t + 1] = in_order(_mm256_packs_epi32(high.low, high.high));
   }
-  template <int q>
-  DAF_INLINE void put_bytes(Shorts& shorts, Bytes bytes) {
+  template <int q> DAF_INLINE void put_bytes(Shorts& shorts, Bytes bytes) {
     shorts.x[4 * q] = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(bytes.low));
     shorts.x[4 * q + 1] = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(bytes.low, 1));
     shorts.x[4 * q + 2] = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(bytes.high));
     shorts.x[4 * q + 3] = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(bytes.high, 1));
   }
-  template <int t>
-  DAF_INLINE F shorts_to_float(const Shorts& shorts) {
+  template <int t> DAF_INLINE F shorts_to_float(const Shorts& shorts) {
     const __m256i x = shorts.x[t];
     return to_float({_mm256_cvtepi16_epi32(_mm256_castsi256_si128(x)),
                      _mm256_cvtepi16_epi32(_mm256_extracti128_si256(x, 1))});
   }
-  template <int16_t multiplier, int q>
-  DAF_INLINE Bytes narrow_shorts(const Shorts& shorts) {
+  template <int16_t multiplier, int q> DAF_INLINE Bytes narrow_shorts(const Shorts& shorts) {
     const __m256i factor = _mm256_set1_epi16(multiplier);
     __m256i x[4];
     DAF_UNROLLED for (int t = 0; t < 4; ++t) x[t] = _mm256_mulhi_epi16(shorts.x[4 * q + t], factor);
@@ -246,8 +235,7 @@ struct Vector {
       shorts.x[2 * t + 1] = flip_where_set(shorts.x[2 * t + 1], word, second);
     }
   }
-  template <int places>
-  DAF_INLINE void shift_shorts(Shorts& shorts) {
+  template <int places> DAF_INLINE void shift_shorts(Shorts& shorts) {
     const __m256i half = _mm256_set1_epi16(1 << (places - 1));
     DAF_UNROLLED for (int t = 0; t < 16; ++t) shorts.x[t] =
         _mm256_srai_epi16(_mm256_add_epi16(shorts.x[t], half), places);
@@ -265,8 +253,7 @@ struct Vector {
       sum_and_difference(x[t + 4], x[t + 12]);
     }
   }
-  template <int q>
-  DAF_INLINE I add_products(I sums, const Shorts& shorts, Bytes bytes) {
+  template <int q> DAF_INLINE I add_products(I sums, const Shorts& shorts, Bytes bytes) {
     Shorts wide;
     put_bytes<q>(wide, bytes);
     __m256i products[4];
@@ -364,8 +351,7 @@ struct Vector {
       lanes_and_vector(x[1], x[3]);
     }
   }
-  template <int predicate>
-  DAF_INLINE M compare(F a, F b) {
+  template <int predicate> DAF_INLINE M compare(F a, F b) {
     return {_mm256_castps_si256(_mm256_cmp_ps(a.low, b.low, predicate)),
             _mm256_castps_si256(_mm256_cmp_ps(a.high, b.high, predicate))};
   }

@@ -84,10 +84,7 @@ struct Vector {
   DAF_INLINE I least_integer(I a, I b) { return _mm512_min_epu32(a, b); }
   DAF_INLINE I greatest_integer(I a, I b) { return _mm512_max_epu32(a, b); }
   DAF_INLINE uint32_t reduce_greatest(I a) { return _mm512_reduce_max_epu32(a); }
-  template <int places>
-  DAF_INLINE I shift_left(I a) {
-    return _mm512_slli_epi32(a, places);
-  }
+  template <int places> DAF_INLINE I shift_left(I a) { return _mm512_slli_epi32(a, places); }
   DAF_INLINE I truncate(F a) { return _mm512_cvttps_epi32(a); }
   DAF_INLINE I round(F a) { return _mm512_cvtps_epi32(a); }
   DAF_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
@@ -101,10 +98,7 @@ struct Vector {
     return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
   }
 
-  template <int places>
-  DAF_INLINE I rotate_left(I a) {
-    return _mm512_rol_epi32(a, places);
-  }
+  template <int places> DAF_INLINE I rotate_left(I a) { return _mm512_rol_epi32(a, places); }
 
   using Bytes = __m512i;
   DAF_INLINE Bytes pack_bytes(const I (&quarters)[4]) {
@@ -113,17 +107,14 @@ struct Vector {
     const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high));
   }
-  template <int quarter>
-  DAF_INLINE I widen_bytes(Bytes bytes) {
+  template <int quarter> DAF_INLINE I widen_bytes(Bytes bytes) {
     return _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(bytes, quarter));
   }
-  template <int bit>
-  DAF_INLINE uint64_t bit_of_bytes(Bytes bytes) {
+  template <int bit> DAF_INLINE uint64_t bit_of_bytes(Bytes bytes) {
     return _mm512_test_epi8_mask(bytes, _mm512_set1_epi8(char(1 << bit)));
   }
   DAF_INLINE Bytes no_bytes() { return _mm512_setzero_si512(); }
-  template <int bit>
-  DAF_INLINE Bytes add_bit_to_bytes(Bytes bytes, uint64_t bits) {
+  template <int bit> DAF_INLINE Bytes add_bit_to_bytes(Bytes bytes, uint64_t bits) {
     const I value = _mm512_or_si512(bytes, _mm512_set1_epi8(char(1 << bit)));
     return _mm512_mask_mov_epi8(bytes, bits, value);
   }
@@ -137,8 +128,7 @@ struct Vector {
   }
   DAF_INLINE Bytes subtract_bytes(Bytes a, Bytes b) { return _mm512_sub_epi8(a, b); }
   DAF_INLINE Bytes least_bytes(Bytes a, Bytes b) { return _mm512_min_epu8(a, b); }
-  template <int value>
-  DAF_INLINE uint64_t add_where_greater(Bytes& sums, Bytes a, Bytes b) {
+  template <int value> DAF_INLINE uint64_t add_where_greater(Bytes& sums, Bytes a, Bytes b) {
     const __mmask64 greater = _mm512_cmpgt_epi8_mask(a, b);
     sums = _mm512_mask_add_epi8(sums, greater, sums, _mm512_set1_epi8(value));
     return greater;
@@ -147,23 +137,19 @@ struct Vector {
   struct Shorts {
     __m512i x[8];
   };
-  template <int t>
-  DAF_INLINE void put_shorts(Shorts& shorts, I low, I high) {
+  template <int t> DAF_INLINE void put_shorts(Shorts& shorts, I low, I high) {
     const I order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
     shorts.x[t] = _mm512_permutexvar_epi64(order, _mm512_packs_epi32(low, high));
   }
-  template <int q>
-  DAF_INLINE void put_bytes(Shorts& shorts, Bytes bytes) {
+  template <int q> DAF_INLINE void put_bytes(Shorts& shorts, Bytes bytes) {
     shorts.x[2 * q] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(bytes));
     shorts.x[2 * q + 1] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(bytes, 1));
   }
-  template <int t>
-  DAF_INLINE F shorts_to_float(const Shorts& shorts) {
+  template <int t> DAF_INLINE F shorts_to_float(const Shorts& shorts) {
     const __m256i half = _mm512_extracti64x4_epi64(shorts.x[t / 2], t % 2);
     return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(half));
   }
-  template <int16_t multiplier, int q>
-  DAF_INLINE Bytes narrow_shorts(const Shorts& shorts) {
+  template <int16_t multiplier, int q> DAF_INLINE Bytes narrow_shorts(const Shorts& shorts) {
     const I factor = _mm512_set1_epi16(multiplier);
     const I low = _mm512_mulhi_epi16(shorts.x[2 * q], factor);
     const I high = _mm512_mulhi_epi16(shorts.x[2 * q + 1], factor);
@@ -181,8 +167,7 @@ struct Vector {
           _mm512_mask_sub_epi16(shorts.x[t], negative, _mm512_setzero_si512(), shorts.x[t]);
     }
   }
-  template <int places>
-  DAF_INLINE void shift_shorts(Shorts& shorts) {
+  template <int places> DAF_INLINE void shift_shorts(Shorts& shorts) {
     const I half = _mm512_set1_epi16(1 << (places - 1));
     DAF_UNROLLED for (int t = 0; t < 8; ++t) shorts.x[t] =
         _mm512_srai_epi16(_mm512_add_epi16(shorts.x[t], half), places);
@@ -200,8 +185,7 @@ struct Vector {
     }
     DAF_UNROLLED for (int t = 0; t < 4; ++t) sum_and_difference(x[t], x[t + 4]);
   }
-  template <int q>
-  DAF_INLINE I add_products(I sums, const Shorts& shorts, Bytes bytes) {
+  template <int q> DAF_INLINE I add_products(I sums, const Shorts& shorts, Bytes bytes) {
     Shorts wide;
     put_bytes<q>(wide, bytes);
     const I low = _mm512_madd_epi16(shorts.x[2 * q], wide.x[2 * q]);

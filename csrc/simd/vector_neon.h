@@ -21,8 +21,7 @@ struct Vector {
   using M = I;  // all ones where set
 
   // The four registers value(0) … value(3).
-  template <class Result, class Each>
-  DAF_INLINE Result each(Each&& value) {
+  template <class Result, class Each> DAF_INLINE Result each(Each&& value) {
     return {{value(0), value(1), value(2), value(3)}};
   }
 
@@ -149,12 +148,10 @@ struct Vector {
   DAF_INLINE uint32_t reduce_greatest(I a) {
     return vmaxvq_u32(vmaxq_u32(vmaxq_u32(a.part[0], a.part[1]), vmaxq_u32(a.part[2], a.part[3])));
   }
-  template <int places>
-  DAF_INLINE I shift_left(I a) {
+  template <int places> DAF_INLINE I shift_left(I a) {
     return each<I>([&](int i) { return vshlq_n_u32(a.part[i], places); });
   }
-  template <int places>
-  DAF_INLINE I shift_right(I a) {
+  template <int places> DAF_INLINE I shift_right(I a) {
     return each<I>([&](int i) { return vshrq_n_u32(a.part[i], places); });
   }
   DAF_EACH(I, truncate, F, vcvtq_u32_f32)
@@ -181,8 +178,7 @@ struct Vector {
     });
   }
 
-  template <int places>
-  DAF_INLINE I rotate_left(I a) {
+  template <int places> DAF_INLINE I rotate_left(I a) {
     if constexpr (places == 0) return a;
     return each<I>([&](int i) {
       return vsriq_n_u32(vshlq_n_u32(a.part[i], places), a.part[i], (32 - places) % 32);
@@ -196,24 +192,21 @@ struct Vector {
     return each<Bytes>([&](int i) { return low_bytes(quarters[i]); });
   }
   // Byte 4 i + k goes to lane k of register i, with 0 (which no byte's index finds) around it.
-  template <int quarter>
-  DAF_INLINE I widen_bytes(Bytes bytes) {
+  template <int quarter> DAF_INLINE I widen_bytes(Bytes bytes) {
     return each<I>([&](int i) {
       const uint32_t first = 0xFFFFFF00u + 4 * uint32_t(i);
       const uint32x4_t places = {first, first + 1, first + 2, first + 3};
       return vreinterpretq_u32_u8(vqtbl1q_u8(bytes.part[quarter], vreinterpretq_u8_u32(places)));
     });
   }
-  template <int bit>
-  DAF_INLINE uint64_t bit_of_bytes(Bytes bytes) {
+  template <int bit> DAF_INLINE uint64_t bit_of_bytes(Bytes bytes) {
     return bits_of_mask(
         each<Bytes>([&](int i) { return vtstq_u8(bytes.part[i], vdupq_n_u8(1 << bit)); }));
   }
   DAF_INLINE Bytes no_bytes() {
     return each<Bytes>([&](int) { return vdupq_n_u8(0); });
   }
-  template <int bit>
-  DAF_INLINE Bytes add_bit_to_bytes(Bytes bytes, uint64_t bits) {
+  template <int bit> DAF_INLINE Bytes add_bit_to_bytes(Bytes bytes, uint64_t bits) {
     const uint8x16_t all = vreinterpretq_u8_u64(vdupq_n_u64(bits));
     return each<Bytes>([&](int i) {
       const uint8x16_t chosen = vtstq_u8(vqtbl1q_u8(all, eight_each(i)), bits_of_eight());
@@ -232,8 +225,7 @@ struct Vector {
   }
   DAF_PAIRWISE(Bytes, subtract_bytes, Bytes, vsubq_u8)
   DAF_PAIRWISE(Bytes, least_bytes, Bytes, vminq_u8)
-  template <int value>
-  DAF_INLINE uint64_t add_where_greater(Bytes& sums, Bytes a, Bytes b) {
+  template <int value> DAF_INLINE uint64_t add_where_greater(Bytes& sums, Bytes a, Bytes b) {
     const Bytes greater = each<Bytes>([&](int i) {
       return vcgtq_s8(vreinterpretq_s8_u8(a.part[i]), vreinterpretq_s8_u8(b.part[i]));
     });
@@ -245,30 +237,26 @@ struct Vector {
   struct Shorts {
     int16x8_t x[32];
   };
-  template <int t>
-  DAF_INLINE void put_shorts(Shorts& shorts, I low, I high) {
+  template <int t> DAF_INLINE void put_shorts(Shorts& shorts, I low, I high) {
     shorts.x[4 * t] = saturated(low.part[0], low.part[1]);
     shorts.x[4 * t + 1] = saturated(low.part[2], low.part[3]);
     shorts.x[4 * t + 2] = saturated(high.part[0], high.part[1]);
     shorts.x[4 * t + 3] = saturated(high.part[2], high.part[3]);
   }
-  template <int q>
-  DAF_INLINE void put_bytes(Shorts& shorts, Bytes bytes) {
+  template <int q> DAF_INLINE void put_bytes(Shorts& shorts, Bytes bytes) {
     for (int i = 0; i < 4; ++i) {
       const int8x16_t here = vreinterpretq_s8_u8(bytes.part[i]);
       shorts.x[8 * q + 2 * i] = vmovl_s8(vget_low_s8(here));
       shorts.x[8 * q + 2 * i + 1] = vmovl_high_s8(here);
     }
   }
-  template <int t>
-  DAF_INLINE F shorts_to_float(const Shorts& shorts) {
+  template <int t> DAF_INLINE F shorts_to_float(const Shorts& shorts) {
     const int16x8_t low = shorts.x[2 * t], high = shorts.x[2 * t + 1];
     return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
              vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))}};
   }
   // The instruction doubles the product: half the multiplier gives the same upper half.
-  template <int16_t multiplier, int q>
-  DAF_INLINE Bytes narrow_shorts(const Shorts& shorts) {
+  template <int16_t multiplier, int q> DAF_INLINE Bytes narrow_shorts(const Shorts& shorts) {
     static_assert(multiplier % 2 == 0, "an odd multiplier has no half");
     return each<Bytes>([&](int i) {
       const int16x8_t low = vqdmulhq_n_s16(shorts.x[8 * q + 2 * i], multiplier / 2);
@@ -287,8 +275,7 @@ struct Vector {
       }
     }
   }
-  template <int places>
-  DAF_INLINE void shift_shorts(Shorts& shorts) {
+  template <int places> DAF_INLINE void shift_shorts(Shorts& shorts) {
     DAF_UNROLLED for (int t = 0; t < 32; ++t) shorts.x[t] = vrshrq_n_s16(shorts.x[t], places);
   }
   // A block fills the registers: eight of them at a time, then every eighth.
@@ -302,8 +289,7 @@ struct Vector {
       sum_and_difference(x[t + 8], x[t + 24]);
     }
   }
-  template <int q>
-  DAF_INLINE I add_products(I sums, const Shorts& shorts, Bytes bytes) {
+  template <int q> DAF_INLINE I add_products(I sums, const Shorts& shorts, Bytes bytes) {
     Shorts wide;
     put_bytes<q>(wide, bytes);
     return each<I>([&](int i) {

@@ -27,21 +27,18 @@ struct Vector {
   };
 
   // Lanes value(0), value(1) …; the same bytes as another type.
-  template <class Result, class Each>
-  DAF_INLINE Result each(Each&& value) {
+  template <class Result, class Each> DAF_INLINE Result each(Each&& value) {
     Result result;
     using Lane = std::remove_reference_t<decltype(result.lane[0])>;
     for (int i = 0; i < int(sizeof result / sizeof(Lane)); ++i) result.lane[i] = Lane(value(i));
     return result;
   }
-  template <class Result>
-  DAF_INLINE Result copied(const void* from) {
+  template <class Result> DAF_INLINE Result copied(const void* from) {
     Result result;
     std::memcpy(&result, from, sizeof result);
     return result;
   }
-  template <class Each>
-  DAF_INLINE M each_bit(Each&& value) {
+  template <class Each> DAF_INLINE M each_bit(Each&& value) {
     unsigned bits = 0;
     for (int i = 0; i < lanes; ++i) bits |= unsigned(bool(value(i))) << i;
     return {uint16_t(bits)};
@@ -145,12 +142,10 @@ struct Vector {
   DAF_CHOICE(I, least_integer, <)
   DAF_CHOICE(I, greatest_integer, >)
   DAF_REDUCTION(uint32_t, reduce_greatest, I, >)
-  template <int places>
-  DAF_INLINE I shift_left(I a) {
+  template <int places> DAF_INLINE I shift_left(I a) {
     return each<I>([&](int i) { return a.lane[i] << places; });
   }
-  template <int places>
-  DAF_INLINE I shift_right(I a) {
+  template <int places> DAF_INLINE I shift_right(I a) {
     return each<I>([&](int i) { return a.lane[i] >> places; });
   }
   // Both for numbers in [0, 2^31).
@@ -179,8 +174,7 @@ struct Vector {
     return each<F>([&](int i) { return table[index.lane[i]]; });
   }
 
-  template <int places>
-  DAF_INLINE I rotate_left(I a) {
+  template <int places> DAF_INLINE I rotate_left(I a) {
     if (places == 0) return a;
     return bit_or(shift_left<places % 32>(a), shift_right<(32 - places) % 32>(a));
   }
@@ -192,19 +186,16 @@ struct Vector {
   DAF_INLINE Bytes pack_bytes(const I (&quarters)[4]) {
     return each<Bytes>([&](int i) { return quarters[i / 16].lane[i % 16]; });
   }
-  template <int quarter>
-  DAF_INLINE I widen_bytes(const Bytes& bytes) {
+  template <int quarter> DAF_INLINE I widen_bytes(const Bytes& bytes) {
     return each<I>([&](int i) { return uint32_t(bytes.lane[16 * quarter + i]); });
   }
-  template <int bit>
-  DAF_INLINE uint64_t bit_of_bytes(const Bytes& bytes) {
+  template <int bit> DAF_INLINE uint64_t bit_of_bytes(const Bytes& bytes) {
     uint64_t bits = 0;
     for (int i = 0; i < 64; ++i) bits |= uint64_t(bytes.lane[i] >> bit & 1) << i;
     return bits;
   }
   DAF_INLINE Bytes no_bytes() { return {}; }
-  template <int bit>
-  DAF_INLINE Bytes add_bit_to_bytes(Bytes bytes, uint64_t bits) {
+  template <int bit> DAF_INLINE Bytes add_bit_to_bytes(Bytes bytes, uint64_t bits) {
     for (int i = 0; i < 64; ++i) bytes.lane[i] |= uint8_t((bits >> i & 1) << bit);
     return bytes;
   }
@@ -242,25 +233,21 @@ struct Vector {
     uint16_t lane[256];
   };
   // Numbers 32 t … 32 t + 31, saturated.
-  template <int t>
-  DAF_INLINE void put_shorts(Shorts& shorts, const I& low, const I& high) {
+  template <int t> DAF_INLINE void put_shorts(Shorts& shorts, const I& low, const I& high) {
     for (int i = 0; i < 16; ++i) {
       shorts.lane[32 * t + i] = saturated_short(low.lane[i]);
       shorts.lane[32 * t + 16 + i] = saturated_short(high.lane[i]);
     }
   }
   // Numbers 64 q … 64 q + 63, from signed bytes.
-  template <int q>
-  DAF_INLINE void put_bytes(Shorts& shorts, const Bytes& bytes) {
+  template <int q> DAF_INLINE void put_bytes(Shorts& shorts, const Bytes& bytes) {
     for (int i = 0; i < 64; ++i) shorts.lane[64 * q + i] = uint16_t(int8_t(bytes.lane[i]));
   }
-  template <int t>
-  DAF_INLINE F shorts_to_float(const Shorts& shorts) {
+  template <int t> DAF_INLINE F shorts_to_float(const Shorts& shorts) {
     return each<F>([&](int i) { return float(int16_t(shorts.lane[16 * t + i])); });
   }
   // Numbers 64 q … 64 q + 63, the upper halves of their products with `multiplier`, saturated.
-  template <int16_t multiplier, int q>
-  DAF_INLINE Bytes narrow_shorts(const Shorts& shorts) {
+  template <int16_t multiplier, int q> DAF_INLINE Bytes narrow_shorts(const Shorts& shorts) {
     return each<Bytes>([&](int i) {
       const int x = int16_t(shorts.lane[64 * q + i]) * multiplier >> 16;
       return uint8_t(x < -128 ? -128 : x > 127 ? 127 : x);
@@ -274,16 +261,14 @@ struct Vector {
     }
   }
   // Shifts right, to nearest, halves upward.
-  template <int places>
-  DAF_INLINE void shift_shorts(Shorts& shorts) {
+  template <int places> DAF_INLINE void shift_shorts(Shorts& shorts) {
     for (int i = 0; i < 256; ++i)
       shorts.lane[i] = uint16_t((int16_t(shorts.lane[i]) + (1 << (places - 1))) >> places);
   }
   // Walsh–Hadamard transform, natural order, not normalised.
   DAF_INLINE void hadamard_shorts(Shorts& shorts) { hadamard_stages<1>(shorts.lane); }
   // sums + the products of shorts 64 q … 64 q + 63 and as many bytes, spread over lanes in any way.
-  template <int q>
-  DAF_INLINE I add_products(I sums, const Shorts& shorts, const Bytes& bytes) {
+  template <int q> DAF_INLINE I add_products(I sums, const Shorts& shorts, const Bytes& bytes) {
     for (int i = 0; i < 64; ++i)
       sums.lane[i % 16] += uint32_t(int16_t(shorts.lane[64 * q + i]) * int8_t(bytes.lane[i]));
     return sums;
@@ -336,8 +321,7 @@ struct Vector {
     const int32_t x = int32_t(bits);
     return uint16_t(x < -32768 ? -32768 : x > 32767 ? 32767 : x);
   }
-  template <int stride>
-  DAF_INLINE void hadamard_stages(uint16_t* x) {
+  template <int stride> DAF_INLINE void hadamard_stages(uint16_t* x) {
     for (int base = 0; base < 256; base += 2 * stride)
       for (int i = base; i < base + stride; ++i) {
         const uint16_t low = x[i], high = x[i + stride];
@@ -350,8 +334,7 @@ struct Vector {
   struct Halves {
     uint16_t lane[16];
   };
-  template <class Each>
-  DAF_INLINE void store_halves(uint16_t* to, Each&& value) {
+  template <class Each> DAF_INLINE void store_halves(uint16_t* to, Each&& value) {
     const auto halves = each<Halves>(value);
     std::memcpy(to, halves.lane, sizeof halves);
   }

@@ -46,8 +46,7 @@ struct Team {
   int (*is_inside)();
 };
 
-template <class Function>
-bool find(void* library, const char* name, Function& function) {
+template <class Function> bool find(void* library, const char* name, Function& function) {
   function = reinterpret_cast<Function>(dlsym(library, name));
   return function != nullptr;
 }

@@ -156,10 +156,10 @@ def test_a_closed_session_refuses_and_sets_nothing_again() -> None:
         lambda: session.step(batch, cross_entropy),
         lambda: session.prepare(batch, cross_entropy),
         lambda: session.load_state_dict(state),
+        lambda: setattr(session, "budget", tight()),
     ):
         with pytest.raises(ClosedSessionError, match="make another"):
             go_on()
-    session.budget = tight()
     assert session.settings == []
     assert all(map(torch.equal, weights, session.model.parameters()))
     with session_for(tight(), session.model) as another:

@@ -547,3 +547,55 @@ def test_activations_go_as_a_whole_from_a_pool_that_grows_by_steps(daf: Daf) -> 
     assert summary["evicted_bytes"] > 10**6
     typed = daf(*options("resnet20", "typed", pool_evicts="tensors"))
     refused(typed, "unknown --pool-evicts 'tensors'; known: planes, activations")
+
+
+WITHOUT_TESTS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from daf.training.task import Goal, Task
+
+
+def model(classes):
+    return nn.Linear(8, classes)
+
+
+class Data:
+    name, goals, facts = "bare", (Goal.CLASSIFY,), {"classes": 4}
+
+    def make_task(self, goal, model, **options):
+        return Learning(64, 0)
+
+
+class Learning(Task):
+    metric_name = "nothing"
+
+    def train_batch(self, indices, generator):
+        return torch.randn(len(indices), 8), torch.arange(len(indices)) % 4
+
+    def test_batch(self, indices):
+        raise AssertionError
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def score(self, model, batch):
+        raise AssertionError
+"""
+
+
+def test_data_without_test_examples_train_without_a_metric(daf: Daf, workplace: Path) -> None:
+    (workplace / "bare.py").write_text(WITHOUT_TESTS)
+    asked = ("train", "bare:model", "bare:Data", "--batch-size", "32", "--budget", "none")
+    ran = daf(*asked, "--out", "run", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["metric"] is None
+    assert ran.json["steps"] == 2
+    assert Path("run/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("option", ["policy", "tolerance"])
+def test_what_only_a_plan_keeps_is_refused_without_a_budget(daf: Daf, option: str) -> None:
+    value = {"policy": "sage", "tolerance": "0.1"}[option]
+    ran = daf(*options("tiny_models:classifier", budget="none", **{option: value}))
+    refused(ran, "without a budget, so nothing is planned; give one")

@@ -585,7 +585,10 @@ def test_a_terse_proof_judges_every_case_as_the_plain_one(name: str) -> None:
             judged(SplitProof(model, case.loss, statistics=True, is_terse=is_terse), batch, cut)
             for is_terse in (False, True)
         )
-        assert plain == terse
+        # The terse one tries two orders: of what does not add up it may find what the other leaves
+        # to the checks of each step.
+        is_found = name in DO_NOT and terse[1] is True and plain[1] is False
+        assert plain == terse or is_found
 
 
 @pytest.mark.parametrize("name", [*ADD_UP, *DO_NOT])

@@ -93,3 +93,55 @@ def test_gradients_mixed_with_those_of_the_step_before_are_refused() -> None:
         assert all(map(torch.equal, gradients_of(model), held))
         optimizer.zero_grad(set_to_none=False)
         session.step(batch, mean)
+
+
+GENERATOR, DISCRIMINATOR = nn.Linear(6, 6), nn.Linear(6, 1)
+
+
+def discriminated(model: nn.Module, batch: Batch) -> Tensor:
+    return F.softplus(-model(batch[0])).mean() + F.softplus(model(batch[1])).mean()
+
+
+def fooled(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.softplus(-DISCRIMINATOR(model(batch))).mean()
+
+
+def test_measuring_leaves_the_gradients_of_models_that_a_loss_names() -> None:
+    DISCRIMINATOR.zero_grad()
+    discriminated(DISCRIMINATOR, (torch.randn(8, 6), torch.randn(8, 6))).backward()
+    before = gradients_of(DISCRIMINATOR)
+    budget = process_memory.resident_bytes() + 10**9
+    optimizer = torch.optim.SGD(GENERATOR.parameters(), lr=0.1)
+    with Session(GENERATOR, optimizer, budget, cache=False) as session:
+        session.prepare(torch.randn(8, 6), fooled)
+    for one, other in zip(gradients_of(DISCRIMINATOR), before, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_sessions_of_a_generator_and_a_discriminator_take_turns() -> None:
+    plain = copy.deepcopy((GENERATOR, DISCRIMINATOR))
+    sides, real = (GENERATOR, DISCRIMINATOR), torch.randn(8, 6)
+    DISCRIMINATOR.zero_grad()
+    optimizers, others = (
+        [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        for models in (sides, plain)
+    )
+    budget = process_memory.resident_bytes() + 10**9
+    options = {"tolerance": 0, "cache": False}
+    with (
+        Session(GENERATOR, optimizers[0], budget, **options) as generating,
+        Session(DISCRIMINATOR, optimizers[1], budget, **options) as telling,
+    ):
+        for _ in range(3):
+            fake = GENERATOR(real).detach()
+            telling.step((real, fake), discriminated)
+            generating.step(real, fooled)
+            others[1].zero_grad()
+            discriminated(plain[1], (real, plain[0](real).detach())).backward()
+            others[1].step()
+            others[0].zero_grad()
+            F.softplus(-plain[1](plain[0](real))).mean().backward()
+            others[0].step()
+    for model, twin in zip(sides, plain, strict=True):
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one, other)

@@ -189,6 +189,7 @@ class RecordedStore:
         """Planes of the store behind."""
         planes = self._store.allocate_planes(count, bits, **options)
         terms = {"minimum_bits": None, "importance": None, "headers": True, "tag": 0} | options
+        terms.pop("weight", None)  # planes go by their importances
         event = planes_event(count, bits, **terms)
         return _RecordedPlanes(planes, self._begin(event))
 

@@ -65,8 +65,7 @@ class Capture:
         *,
         can_run_again: bool = True,
     ) -> None:
-        self.model = model
-        self._can_run_again = can_run_again
+        self.model, self._can_run_again = model, can_run_again
         self._store = store = make_store() if store is None else store
         self.devices = devices = DeviceStores(self.pool_bytes)
         self.spill = spill = spill if isinstance(spill, SpillStore) else SpillStore(spill)

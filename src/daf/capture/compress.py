@@ -1,12 +1,14 @@
 """``daf.compress``: capture in anybody's training loop."""
 
 from contextlib import AbstractContextManager
+from threading import get_ident
 from typing import Any, Self
 
 from torch import nn
 
 from daf.capture.capture import Capture
 from daf.core import policy as policies
+from daf.core.errors import OptionError
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
 from daf.core.units import parse_optional_bytes
 from daf.memory.domain import device_of
@@ -68,6 +70,7 @@ class compress(Uncopied):  # noqa: N801 - used as a statement, like torch.no_gra
                 ``"4GB"`` or an int; None: none.
 
         Raises:
+            OptionError: in the forward pass, where another thread is in one.
             PlatformError: ``host_bytes`` was given for a model on the processor.
             UnknownNameError: ``bits`` is none of these.
             UnitError: ``pool_bytes`` cannot be read.
@@ -89,8 +92,14 @@ class compress(Uncopied):  # noqa: N801 - used as a statement, like torch.no_gra
         recycles = is_on_cpu and self._policy != policies.plain_policy()
         self._recycling = RecyclingAllocator() if recycles else None
         self._open: list[AbstractContextManager[Capture]] = []
+        self._thread = 0  # that entered it
 
     def __enter__(self) -> Self:
+        if self._open and self._thread != get_ident():
+            raise OptionError(
+                "asked to enter one daf.compress in two threads at once; make one for each thread"
+            )
+        self._thread = get_ident()
         step_index = mix_key(self._entries, sum(map(version_of, self._model.parameters())))
         if self._recycling is not None:
             self._recycling.__enter__()

@@ -62,8 +62,7 @@ class SavedTensorHooks:
         key_parts: tuple[int, ...],
         watcher: Watcher | None = None,
     ) -> None:
-        self.watcher = watcher
-        self._state = state
+        self.watcher, self._state = watcher, state
         if policy.fused and policy.replayed:
             raise CodecError(
                 f"policy {policy.name!r} asks for fused operators and for replayed calls; a fused "

@@ -36,8 +36,7 @@ class Coder:
     def __init__(
         self, store: Store, devices: DeviceStores | None = None, host: Host | None = None
     ) -> None:
-        self._store = store
-        self._host = host
+        self._store, self._host = store, host
         self._devices = DeviceStores() if devices is None else devices
 
     def elements(

@@ -65,8 +65,7 @@ class _Code:
     in_store = True
 
     def __init__(self, count: int, planes: Any) -> None:
-        self.count = count
-        self.planes = planes
+        self.count, self.planes = count, planes
 
     @property
     def nbytes(self) -> int:

@@ -112,8 +112,7 @@ class _Trial:
     """The ranges of one tensor, as a call that strategies compete for."""
 
     def __init__(self, tensor: Tensor, cut: Cut) -> None:
-        self._tensor = tensor
-        self._cut = cut
+        self._tensor, self._cut = tensor, cut
         self._is_processor = is_processor(tensor.device)
 
     def usual(self) -> str | None:

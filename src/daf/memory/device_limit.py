@@ -44,10 +44,8 @@ class DeviceKeeper(Keeper):
         self.memory_name = memory.name
         self._lock = threading.RLock()  # guards the limit
         self._limit_bytes: int | None = None
-        self._unbounded = 0
-        self._must_finish = False
-        self._was_refused = False
-        self._memory = memory
+        self._unbounded, self._must_finish = 0, False
+        self._was_refused, self._memory = False, memory
         self._total_bytes = 0
         self._share_before: float | None = None
         self._left: weakref.finalize[..., DeviceKeeper] | None = None

@@ -52,8 +52,7 @@ class History:
         self._names = {} if model is None else {m: n for n, m in model.named_modules()}
         self._capacity = capacity
         self._resources = ExitStack()
-        self._start_ns = 0
-        self._start_us = 0
+        self._start_ns, self._start_us = 0, 0
         self._before: list[MemoryEvent] = []
 
     def __enter__(self) -> "History":

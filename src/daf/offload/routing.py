@@ -185,8 +185,7 @@ class Routes:
     """The route of every tensor of a pass, by measured rates; without any the device packs all."""
 
     def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
-        self._passes = 0
+        self._transfers, self._passes = transfers, 0
         self.ways: tuple[Route, ...] = ()  # in order of the pass; the device packs those beyond
         self._next: Iterator[Route] = iter(())
         self._sent: list[Sent] = []

@@ -53,15 +53,12 @@ class SpillRecord:
 
     def __init__(self, space: "_Space", tensor: Tensor, site: str, offset: int) -> None:
         self.nbytes = tensor.untyped_storage().nbytes()
-        self.site = site
-        self.offset = offset
+        self.site, self.offset = site, offset
         self.content: Tensor | None = tensor.detach()
         self.version = tensor._version
-        self.checksum = 0
-        self.changed = False
+        self.checksum, self.changed = 0, False
         self.number = -1
-        self.users = 0
-        self.loads = 0
+        self.users, self.loads = 0, 0
         self.space = space
         self.writing: Future[int] | None = None
         # No longer counted; while a finalizer runs, another thread may still reach the record.
@@ -106,10 +103,8 @@ class SpillStore(RecordStore[SpillRecord]):
         self._live: dict[int, weakref.ref[SpillRecord]] = {}
         self._ahead: dict[int, tuple[int, Future[Tensor]]] = {}
         self._shared: dict[int, Tensor] = {}  # the last one read, by number, if soon read again
-        self._numbers = 0
-        self._waiting_bytes = 0
-        self._fallen_back_bytes = 0
-        self._broken = False
+        self._numbers, self._waiting_bytes = 0, 0
+        self._fallen_back_bytes, self._broken = 0, False
         self._warned = False
 
     @property

@@ -84,8 +84,7 @@ class SmoothHeld(FusedSave):
 
     def __init__(self, smooth: Smooth, held: Rederived | Kept) -> None:
         super().__init__(held.layout)
-        self.smooth = smooth
-        self.input = held
+        self.smooth, self.input = smooth, held
 
     def restore(self, scratch: Scratch) -> Tensor:
         """Return the activation's input."""

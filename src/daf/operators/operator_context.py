@@ -157,8 +157,7 @@ class InputHolder:
         beside: Sequence[Tensor] = (),
         unmade_bytes: Sequence[int] = (),
     ) -> None:
-        self._context = context
-        self.record = record
+        self._context, self.record = context, record
         self._version = x._version
         self.is_external = context.hooks.is_constant(x)
         parts = tuple(beside) if self.is_external else (x, *beside)

@@ -54,8 +54,7 @@ class OperatorDispatch:
     """The fused operators of one step."""
 
     def __init__(self, operators: Sequence[FusedOperator], context: OperatorContext) -> None:
-        self._operators = operators
-        self._context = context
+        self._operators, self._context = operators, context
         self._stand_ins: StandIns = context.stand_ins
         context.seen = self.mode = OperatorMode(self.run)
         self._replacing: dict[Any, list[FusedOperator]] = defaultdict(list)

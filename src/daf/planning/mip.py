@@ -52,8 +52,7 @@ class Program:
         cost: Floats | None = None,
         fixed: float = 0.0,
     ) -> None:
-        self._table = table
-        self._tolerance = tolerance
+        self._table, self._tolerance = table, tolerance
         self._has_limit = limit_bytes is not None
         self._limit_bytes = limit_bytes or 0
         self._cost = table.cost_ms if cost is None else cost

@@ -27,10 +27,8 @@ class OptionCosts:
     """Costs at one micro-batch size; ``passing_bytes``: of the device, on their way to the host."""
 
     def __init__(self, profile: Profile, examples: int, passing_bytes: int) -> None:
-        self._profile = profile
-        self._speeds = profile.speeds
-        self._examples = examples
-        self._passing_bytes = passing_bytes
+        self._profile, self._speeds = profile, profile.speeds
+        self._examples, self._passing_bytes = examples, passing_bytes
         self._served = served_weights(profile)
         self._unit = noise_per_weight(profile)
         self._by_site = {saving.site: saving for saving in profile.savings}

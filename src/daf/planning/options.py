@@ -99,8 +99,7 @@ class OptionMaker:
     """Makes the options of families at one micro-batch size (``examples``)."""
 
     def __init__(self, profile: Profile, examples: int, allowed: Allowed) -> None:
-        self._profile = profile
-        self._examples = examples
+        self._profile, self._examples = profile, examples
         self._allowed = allowed
         self._costs = OptionCosts(profile, examples, allowed.passing_bytes)
         # Sites where a fused normalisation's saved value yields its result; then sites whose

@@ -68,8 +68,7 @@ class Search:
     """One search for the fastest candidate of a problem."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._profile = problem.profile
+        self._problem, self._profile = problem, problem.profile
         self._allowed = problem.allowed.within(problem.tolerance)
         every = shapes(self._profile, self._allowed)
         self._shapes = [each for each in every if each.micro_batch >= problem.least_micro_batch]

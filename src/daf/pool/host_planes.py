@@ -26,17 +26,14 @@ class Record:
     """One tensor's words: on the device, on the host, or on both."""
 
     def __init__(self, number: int, count: int, bits: int, headers: bool) -> None:
-        self.number = number
-        self.count = count
-        self.bits = bits
-        self.headers = headers
+        self.number, self.count = number, count
+        self.bits, self.headers = bits, headers
         self.on_device: Tensor | None = None
         self.host: Tensor | None = None
         self.packing: Future[Tensor] | None = None  # the host's words, once packed
         self.leaving: Any = None  # the copy out reads on_device until this is done
         self.arriving: Any = None  # the copy back writes on_device until this is done
-        self.readers = 0
-        self.was_read = False
+        self.readers, self.was_read = 0, False
 
     @property
     def nbytes(self) -> int:
@@ -65,8 +62,7 @@ class HostPlanes:
     nbytes = 0  # the store counts what passes through the device
 
     def __init__(self, store: "HostStore", record: Record) -> None:
-        self._store = store
-        self._record = record
+        self._store, self._record = store, record
 
     @contextmanager
     def filling(self) -> Iterator[DevicePlanes]:
@@ -106,8 +102,7 @@ class HostStore(RecordStore[Record]):
         self.on_read: Callable[[], None] = lambda: None
         self.last_copy: Any = None  # out
         self._live: dict[int, Record] = {}
-        self._numbers = 0
-        self._device_bytes = 0
+        self._numbers, self._device_bytes = 0, 0
         self.pinned_bytes = 0
         self.fetched_bytes = 0  # in total
         self.reads = 0  # in total

@@ -31,8 +31,7 @@ class PlaneTensor:
     """
 
     def __init__(self, store: "PagedStore", handle: int) -> None:
-        self._store = store
-        self.handle = handle
+        self._store, self.handle = store, handle
         self._released = False
         self._open_view: PlaneView | None = PlaneView(PageFields(*store.native.pin(handle)))
         store.native.unpin(handle)  # allocation pinned it once

@@ -14,8 +14,7 @@ class RecordStore(ABC, Generic[T]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._dropped: deque[T] = deque()
-        self._stored_bytes = 0
-        self.stored_peak_bytes = 0
+        self._stored_bytes, self.stored_peak_bytes = 0, 0
         self.taken_bytes = 0  # in total
 
     @property

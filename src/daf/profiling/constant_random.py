@@ -15,20 +15,22 @@ from torch import Tensor
 from daf.torch_compat.operator_mode import DispatchMode, OperatorMode
 
 _DROPOUT = torch.ops.aten.native_dropout.default
+_LOW = 1e-3  # of the range
 _GOLDEN = 0.6180339887498949  # multiples of it spread evenly, so that loops over draws end
 
 
 class ConstantRandom(DispatchMode):
     """Every random operator's result is one number.
 
-    ``dtypes``: of tensors that operators gave; ``has_drawn``: a random operator ran.
+    ``dtypes``: of tensors that operators gave; ``has_drawn``: a random operator ran;
+    ``has_filled``: one that draws numbers ran. ``is_low``: they are near their least.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_low: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtypes: set[torch.dtype] = set()
-        self.has_drawn = False
-        self._draws = 0
+        self.has_drawn = self.has_filled = False
+        self._draws, self._is_low = 0, is_low
 
     def in_backward(self) -> OperatorMode:
         """Return a mode for a backward pass, where only what Python calls draws.
@@ -55,8 +57,9 @@ class ConstantRandom(DispatchMode):
         found = func(*args, **kwargs) if kwargs else func(*args)
         if (constant := _constant(func)) is not None:
             self._draws += 1
-            self.has_drawn = True
-            found = constant(found, 0.5 + self._draws * _GOLDEN, args)
+            self.has_drawn = self.has_filled = True
+            at = 0.5 + self._draws * _GOLDEN
+            found = constant(found, _LOW * (at % 1.0) if self._is_low else at, args)
         if isinstance(found, Tensor):
             self.dtypes.add(found.dtype)
         return found
@@ -89,8 +92,9 @@ _CONSTANTS: Mapping[str, Constant] = MappingProxyType(
         ),
         **dict.fromkeys(
             ("bernoulli", "bernoulli_", "cauchy_", "log_normal_", "geometric_", "poisson"),
-            lambda found, _at, _: found.fill_(1),
+            lambda found, at, _: found.fill_(at > _LOW),
         ),
+        "randperm": lambda found, _at, _: found.copy_(found.sort().values.roll(1)),
         **dict.fromkeys(("randint", "randint_like", "random_"), _middle),
         "multinomial": lambda found, _, args: found.copy_(args[0].topk(found.shape[-1]).indices),
     }

@@ -10,22 +10,18 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from daf.core.errors import DafError
-from daf.profiling.split_proof import MOST_EXAMPLES, SplitProof
+from daf.profiling.split_proof import LEAST_PROVEN, MOST_EXAMPLES, SplitProof
 from daf.profiling.terse_saves import terse_bytes
 from daf.saved_tensors.observation import Observation
-from daf.step.batch_cut import WHOLE, BatchCut
+from daf.step.batch_cut import WHOLE, BatchCut, uncut_rows
 from daf.step.context import StepContext
 from daf.step.loss_weights import Weighing
 from daf.step.microbatch import split_refusal
 from daf.step.splitting import NO_ROOM_TO_PROVE, NOT_PROVEN, SplitChoice
-from daf.torch_compat.autograd_graph import is_strided, storage_address, without_torch_function
 from daf.torch_compat.modules import AnyBatchNorm
-from daf.torch_compat.pytree import tensors_in_batch
 
 Proven = tuple[Weighing, str]
 
@@ -34,13 +30,6 @@ LEAST_TIMED = 16  # examples in a batch from which on all proofs take less than 
 EXAMPLES_FOR_EACH = 8  # then, of the batch, for each that a proof takes; else it takes all
 LEAST_WITH_STATISTICS = 2  # examples, where layers take statistics over them
 HOPELESS = 0.9  # of what a step is expected to take: a plan may need less than what was observed
-_OF_SINGLE_EXAMPLES = (F.cross_entropy, F.nll_loss)
-# Shapes, types and places in memory, which the capture asks for as well.
-_ABOUT = """
-__get__ __len__ data_ptr dim element_size is_contiguous is_floating_point nelement numel size
-storage_offset stride untyped_storage
-"""
-_ABOUT_TENSORS = frozenset(_ABOUT.split())
 NO_PART_RUNS = "no part of it runs by itself, or no dimension of its tensors is one of examples"
 
 
@@ -54,11 +43,11 @@ def bytes_to_prove(
     return expected(found, examples) + saved_bytes * examples / found.examples
 
 
-def examples_of(batch: int, least: int) -> int:
-    """Return how many examples a proof takes of a batch of so many; all of few, else ``least``."""
+def examples_of(batch: int) -> int:
+    """Return how many examples a proof takes of a batch of so many; all of few."""
     if batch < LEAST_TIMED:
         return batch
-    return min(MOST_EXAMPLES, max(least, batch // EXAMPLES_FOR_EACH))
+    return min(MOST_EXAMPLES, max(LEAST_PROVEN, batch // EXAMPLES_FOR_EACH))
 
 
 @dataclass(eq=False)
@@ -86,9 +75,7 @@ class CutChooser:
     ample_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        self.proof_ms = 0.0
-        self._is_warm = False
-        self._reads_classes = False
+        self.proof_ms, self._is_warm = 0.0, False
         self._needed_bytes = partial(bytes_to_prove, self.expected)
 
     def run(self, context: StepContext, budget_bytes: float) -> Observation | None:
@@ -103,6 +90,9 @@ class CutChooser:
             if (found := self._smallest(context, cut)) is None:
                 continue
             choice = self._judged(context, found, budget_bytes)
+            uncut = uncut_rows(context.batch, cut) if context.splitting.is_guessed else ""
+            if uncut and not choice.refusal:
+                choice = replace(choice, refusal=f"it holds {uncut} as examples, which is not cut")
             if best is None or not choice.refusal:
                 best = choice, found
             if not choice.refusal:
@@ -125,9 +115,7 @@ class CutChooser:
                 break
             try:
                 if not self._is_warm:  # once unmeasured: libraries load in a first step
-                    with _ClassReads(cut.classes(context.batch)) as reads:
-                        found = self.observe(context, least)
-                    self._is_warm, self._reads_classes = True, reads.found
+                    found, self._is_warm = self.observe(context, least), True
                     needed_bytes = self._needed_bytes(found, MOST_EXAMPLES, found.plain_bytes)
                     if needed_bytes < self.ample_bytes:
                         return found
@@ -145,14 +133,15 @@ class CutChooser:
             forbidden = splitting.forbidden_because if splitting.split is False else ""
             return SplitChoice(cut, refusal=forbidden or statistics)
         bound_bytes = math.inf if self._is_hopeless(found, budget_bytes) else budget_bytes
-        proven = max(2 * cut.least, examples_of(size, 3 if self._reads_classes else 2))
+        proven = max(2 * cut.least, examples_of(size))
         is_tight = self._needed_bytes(found, proven, found.plain_bytes) > budget_bytes
         if is_tight and 2 * cut.least <= size:  # two sizes show what does not grow
             with suppress(Exception):  # what the user's code raises, the proof will find
                 self.within(bound_bytes, partial(self.observe, context, 2 * cut.least))
             self.recover()
         room_bytes = int(self._needed_bytes(found, 2 * cut.least, terse_bytes(found)))
-        examples, is_terse = self._room(found, cut.least, min(size, proven), budget_bytes)
+        sizes = range(min(size, proven), 2 * cut.least - 1, -1)
+        examples, is_terse = self._room(found, sizes, budget_bytes)
         if examples is None:
             if splitting.split is True:  # the user's word stands in for the proof
                 return SplitChoice(cut)
@@ -170,7 +159,9 @@ class CutChooser:
         self.proof_ms += 1000.0 * (time.perf_counter() - start_s)
         if splitting.split is True:
             return SplitChoice(cut, weighing)
-        return SplitChoice(cut, weighing, refusal, frozenset(proof.functions), room_bytes)
+        alike = cut.alike(context.batch) if cut.own is None else frozenset()
+        functions = frozenset(proof.functions)
+        return SplitChoice(cut, weighing, refusal, functions, room_bytes, alike)
 
     def _proven(self, run: Callable[[], Proven], bound_bytes: float) -> Proven:
         try:
@@ -179,12 +170,13 @@ class CutChooser:
             return Weighing.EXAMPLES, f"a part of it fails: {type(error).__name__}: {error}"[:300]
 
     def _room(
-        self, found: Observation, least: int, most: int, budget_bytes: float
+        self, found: Observation, sizes: Sequence[int], budget_bytes: float
     ) -> tuple[int | None, bool]:
-        sizes = range(most, 2 * least - 1, -1)
+        """Return the first of the sizes with room, the last one's most exactly; and if tersely."""
         for is_terse, saved_bytes in ((False, found.plain_bytes), (True, terse_bytes(found))):
             for examples in sizes:
-                if self._needed_bytes(found, examples, saved_bytes) <= budget_bytes:
+                amply = examples + (examples != sizes[-1])
+                if self._needed_bytes(found, amply, saved_bytes) <= budget_bytes:
                     return examples, is_terse
         is_hopeless = self._is_hopeless(found, budget_bytes)
         return (sizes[-1] if sizes and is_hopeless else None), True
@@ -196,29 +188,3 @@ class CutChooser:
         examples as show anything.
         """
         return HOPELESS * self.expected(found, found.examples) > budget_bytes
-
-
-class _ClassReads(TorchFunctionMode):
-    """Whether anything inside reads classes but losses of single examples.
-
-    Only what does can couple the examples of a class. A view of them is no reading yet.
-    """
-
-    def __init__(self, classes: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.found = False
-        self._addresses = {*map(storage_address, classes)}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator; PyTorch calls this."""
-        result = func(*args, **(kwargs or {}))
-        if self._addresses and not self.found and func not in _OF_SINGLE_EXAMPLES:
-            with without_torch_function():
-                given, got = self._shown((args, kwargs or {})), self._shown(result)
-                about = getattr(func, "__name__", "") in _ABOUT_TENSORS and not got
-                self.found = any(given) and not about and not (got and all(got))
-        return result
-
-    def _shown(self, nest: Any) -> list[bool]:
-        strided = filter(is_strided, tensors_in_batch(nest))
-        return [storage_address(each) in self._addresses for each in strided]

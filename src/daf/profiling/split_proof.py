@@ -35,6 +35,7 @@ from daf.torch_compat.pytree import tensors_inside
 _Mode = AbstractContextManager[object]
 
 MOST_EXAMPLES = 4
+LEAST_PROVEN = 3  # two of them alike: what couples like ones shows in no two others
 # Rounding, relative to a parameter's gradient and to the whole gradient, by the narrowest type
 # that computes. Coupled examples differ by their own size.
 _TOLERANCE = {torch.bfloat16: (6e-2, 2e-2), torch.float16: (2e-2, 5e-3)}
@@ -53,6 +54,8 @@ class _Trial(NamedTuple):
 _ORDERED = "it picks by value among examples (topk, sort, median), of which few show little"
 _DRAWN = "it draws from a generator of its own, which its parts would do several times"
 _SHOWS_NOTHING = "the gradient of a few examples is zero, which shows nothing"
+_APART = "its parts do not add up to it"
+_KEPT = "what forward keeps in Python changes its loss, and its parts would change it several times"
 _WRITTEN = "forward writes parameters itself, which its parts would do several times"
 
 
@@ -67,14 +70,13 @@ class SplitProof:
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction, *, statistics: bool, is_terse: bool = False
     ) -> None:
-        self._model = model
-        self._loss_fn = loss_fn
-        self._statistics = statistics
-        self.is_terse = is_terse
+        self._model, self._loss_fn = model, loss_fn
+        self._statistics, self.is_terse = statistics, is_terse
         self._snapshot = StateSnapshot(Surroundings.of(model, loss_fn))
         self._dtypes: set[torch.dtype] = set()
         self._sketches = GradientSketches(model)
         self._may_draw = True
+        self._is_low = self._has_filled = False  # random draws, which masks may be made of
         self.functions: set[str] = set()  # that ran in forward passes
 
     def run(self, batch: Any, cut: BatchCut, examples: int) -> tuple[Weighing, str]:
@@ -82,11 +84,20 @@ class SplitProof:
 
         ``examples``: of the batch, 2 at least. The user's own code may raise anything for a part.
         """
-        some = cut.pick(batch, cut.telling(batch, examples))
+        told = cut.telling(batch, max(examples, LEAST_PROVEN))
+        groups = [told[:examples]]
+        if len(told) > examples:  # no room for all: two alike by themselves
+            groups.append(told[-examples:])
+        groups += [each[::-1] for each in groups if self.is_terse]  # of which each shows less
         writes = ParameterWrites(self._model)
         try:
             with self._quietly(), writes:
-                weighing, refusal = self._sketched(some, cut, examples)
+                weighing = Weighing.EXAMPLES
+                for group in groups:
+                    found, refusal = self._sketched(cut.pick(batch, group), cut, examples)
+                    weighing = weighing if found is Weighing.EXAMPLES else found
+                    if refusal:
+                        break
             if not refusal and self._snapshot.has_drawn():
                 refusal = _DRAWN
             return weighing, _WRITTEN if writes.written else refusal
@@ -119,6 +130,10 @@ class SplitProof:
             summed = self._trial(batch, cut, examples, Weighing.SUM)
             if not summed.refusal and self._doubles(batch, cut, examples):
                 return Weighing.SUM, ""
+        if self._has_filled and not found.refusal:
+            with suppress(Exception), replaced(self, _is_low=True):  # a mask may be the other way
+                low = self._trial(batch, cut, examples, weighing).refusal
+                return weighing, low if is_apart(low) else ""
         return weighing, found.refusal
 
     def _doubles(self, batch: Any, cut: BatchCut, examples: int) -> bool:
@@ -178,6 +193,11 @@ class SplitProof:
             with backward:
                 total.backward()  # type: ignore[no-untyped-call]
         refusal = _different_buffer(self._buffers(), written)
+        if self._snapshot.has_changed() and not refusal:
+            left = StateSnapshot(Surroundings.of(self._model, self._loss_fn))
+            with self._constantly() as (forward, _), forward:
+                self._forward(batch, examples, disturbed)
+            refusal = _KEPT if left.has_moved() else ""
         if not _orders_alike(*(each.ordered for each in (operators, *parts))):
             refusal = refusal or _ORDERED
         if len(operators.scalings) > max(len(each.scalings) for each in parts):
@@ -211,13 +231,14 @@ class SplitProof:
         Scripts call operators past Python, also where a checkpoint runs them again. Where the first
         pass draws nothing, the others are not looked at: they take a third less.
         """
-        random = ConstantRandom()
+        random = ConstantRandom(is_low=self._is_low)
         is_scripted = any(isinstance(e, torch.jit.ScriptModule) for e in self._model.modules())
         modes = random, random if is_scripted else random.in_backward()
         with torch.enable_grad(), eagerly(), self._sketches.taken():
             yield modes if self._may_draw else (nullcontext(), nullcontext())
         self._dtypes |= random.dtypes
         self._may_draw = self._may_draw and random.has_drawn
+        self._has_filled |= random.has_filled
 
     def _apart(self, lengths: Tensor, whole: float, joined: float, examples: int) -> str:
         """Return "" if what is left of the gradient is rounding, else what the parts differ in."""
@@ -232,9 +253,9 @@ class SplitProof:
             return ""
         share = float(apart.norm()) / (length or float(apart.norm()))
         return (
-            f"its parts do not add up to it: on {examples} examples their gradient differs "
-            f"by {share:.2g} of its length, their loss is {joined:.4g} for {whole:.4g}; "
-            "examples are coupled or weighed by the loss, or that dimension is none of examples"
+            f"{_APART}: on {examples} examples their gradient differs by {share:.2g} of its "
+            f"length, their loss is {joined:.4g} for {whole:.4g}; examples are coupled or weighed "
+            "by the loss, or that dimension is none of examples"
         )
 
     def _weights(self) -> list[nn.Parameter]:
@@ -275,6 +296,11 @@ class SplitProof:
             for each in dropouts:
                 stack.enter_context(replaced(each, forward=partial(_copied, each.forward)))
             yield
+
+
+def is_apart(refusal: str) -> bool:
+    """True where the parts were seen to differ from the whole: a later proof has found more."""
+    return refusal.startswith((_APART, _ORDERED, _KEPT))
 
 
 def _copied(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

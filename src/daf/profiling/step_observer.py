@@ -72,10 +72,8 @@ class Observer:
             part_bytes=decoded_bytes_on(device),
             norm_part_bytes=norm_part_bytes_on(device),
         )
-        self._model = model
-        self._sources = capture.sources
-        self._release_scratch = capture.release_scratch
-        self._memory = memory
+        self._model, self._sources = model, capture.sources
+        self._release_scratch, self._memory = capture.release_scratch, memory
         self._meter = memory.meter()
         self._gradients = 0
         self._storages: dict[Source, int] = {}

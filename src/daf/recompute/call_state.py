@@ -140,8 +140,7 @@ class ModuleTensors:
     """
 
     def __init__(self, module: nn.Module, path: str) -> None:
-        self._module = module
-        self._path = path
+        self._module, self._path = module, path
         self._attributes = dict(_own_attributes(module))
         self._seen: list[_Seen] = []
 
@@ -216,8 +215,7 @@ class CallState:
         inputs = (*arguments, *keywords.values())
         tensors = (*distinct_tensors(inputs), *module.parameters())
         devices = {each.device for each in tensors}
-        self._module = module
-        self._path = target.path
+        self._module, self._path = module, target.path
         self._objects = tuple(each for each in inputs if _is_object(each))
         self._training = tuple(part.training for part in module.modules())
         self._tensors = ModuleTensors(module, target.path)

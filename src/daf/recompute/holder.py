@@ -29,8 +29,7 @@ class ReplayKeeper:
         self, state: SavedTensorState, hold: Hold, is_constant: Callable[[Tensor], bool]
     ) -> None:
         self.scratch = state.scratch
-        self._state = state
-        self._hold = hold
+        self._state, self._hold = state, hold
         self._is_constant = is_constant
 
     def keep_constant(self, tensor: Tensor, site: Site) -> PackedTensor | None:

@@ -85,8 +85,7 @@ class ReplayProof:
             WatchedForward(self.call, path, each) for path, each in modules if path in self._order
         ]
         self._constants = set[int]().union(*map(_storages, model.parameters()))
-        self._room_bytes = room_bytes
-        self._deadline_s = deadline_s
+        self._room_bytes, self._deadline_s = room_bytes, deadline_s
         self._refusals: dict[str, str] = {}
         self._calls: list[_Call] = []
         self._saves = _Saves(self._constants, holds=room_bytes is None)
@@ -204,10 +203,8 @@ class _Saves:
 
     def __init__(self, constants: set[int], *, holds: bool) -> None:
         self.found: list[Fingerprint] = []
-        self._constants = constants
-        self._holds = holds
-        self._is_undefined = False
-        self._depth = 0
+        self._constants, self._holds = constants, holds
+        self._is_undefined, self._depth = False, 0
 
     def inside(self) -> AbstractContextManager[None]:
         """Read what a call inside saves; what others save tells nothing."""

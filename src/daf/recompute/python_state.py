@@ -107,8 +107,7 @@ class PythonState:
         self._tensors: list[tuple[str, Tensor, int]] = []
         self._generators: list[OwnGenerator] = []
         self._seen: set[int] = set()
-        self._holds_tensors = holds_tensors
-        self._most_entries = most_entries
+        self._holds_tensors, self._most_entries = holds_tensors, most_entries
         for part in modules:
             if isinstance(part, LazyModuleMixin):
                 continue  # its first pass builds it
@@ -240,6 +239,16 @@ class Surroundings(NamedTuple):
             holds_tensors=holds_tensors,
             most_entries=_MOST_ENTRIES_ELSEWHERE,
         )
+
+
+def is_other_value(change: Undo) -> bool:
+    """True if a number or tensor is another than it was; other objects may say the same."""
+    if not isinstance(change, Change):
+        return False
+    now, then = change.space.get(change.name), change.value
+    if isinstance(now, Tensor) and isinstance(then, Tensor):
+        return now.shape == then.shape and not torch.equal(now, then)
+    return isinstance(now, (int, float)) and isinstance(then, (int, float)) and now != then
 
 
 def _named_elsewhere(modules: list[nn.Module], function: Any) -> list[Any]:

@@ -3,8 +3,6 @@
 ``Generators`` are the default ones; ``OwnGenerator`` is one that a module holds.
 """
 
-from __future__ import annotations
-
 import ctypes
 import pickle
 import random
@@ -34,7 +32,7 @@ class OwnGenerator(NamedTuple):
     state: Any
 
     @classmethod
-    def of(cls, value: Any) -> OwnGenerator | None:
+    def of(cls, value: Any) -> "OwnGenerator | None":
         """Return the generator that ``value`` is, with its present state; None: it is none."""
         if isinstance(value, torch.Generator):
             source = _Source(value.get_state, value.set_state, torch.equal)
@@ -71,7 +69,7 @@ class RandomState:
         """The bytes that the states hold: about those of a Mersenne Twister each."""
         return sum(getattr(state, "nbytes", _TWISTER_BYTES) for _, state in self._states)
 
-    def used(self) -> RandomState:
+    def used(self) -> "RandomState":
         """Return the states of those generators that were drawn from since."""
         return RandomState(each for each in self._states if each.is_used())
 

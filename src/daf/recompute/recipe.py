@@ -6,8 +6,6 @@ yield. What lies between is computed again by the same aten operations, hence to
 compared each time after.
 """
 
-from __future__ import annotations
-
 import weakref
 import zlib
 from collections import Counter, deque
@@ -79,7 +77,7 @@ class Leaf:
             self.version, self.source = self.tensor._version, None
             self.holding = Holding(self.ledger, self.value.nbytes)
 
-    def compute(self, _results: _Results) -> Tensor:
+    def compute(self, _results: "_Results") -> Tensor:
         """Return the tensor; SavedTensorError if it has changed."""
         before, is_same = self.content, self.tensor._version == self.version
         if not is_same or (before and bool(Fingerprint.whole(self.tensor).differs(before))):
@@ -99,7 +97,7 @@ class CodedLeaf:
     code: PackedTensor
     scratch: Scratch
 
-    def compute(self, _results: _Results) -> Tensor:
+    def compute(self, _results: "_Results") -> Tensor:
         """Return the decoded tensor."""
         return self.code.restore(self.scratch)
 
@@ -107,7 +105,7 @@ class CodedLeaf:
 class _Input(NamedTuple):
     """A node's tensor, in the geometry in which the next step reads it."""
 
-    of: Node
+    of: "Node"
     geometry: Geometry
 
 
@@ -117,13 +115,13 @@ class _Step:
 
     operation: Operation
     inputs: Any
-    reads: tuple[Node, ...]  # those inputs' nodes
+    reads: "tuple[Node, ...]"  # those inputs' nodes
     output: int
     geometry: Geometry
-    yields: list[weakref.ref[Recomputed]] = field(default_factory=list)  # what is its result
+    yields: "list[weakref.ref[Recomputed]]" = field(default_factory=list)  # what is its result
     alive_bytes: int = 0  # beside leaves, when most are
     is_read: bool = False  # by another step
-    overwrites: _Step | None = None  # whose result its own is written over, if none else reads that
+    overwrites: "_Step | None" = None  # whose result its own is written over
 
     def __post_init__(self) -> None:
         read, first = dict.fromkeys(self.reads), self.inputs[0][0] if self.inputs[0] else None
@@ -139,7 +137,7 @@ class _Step:
                 each.is_read = True
         self.alive_bytes = max(alive)
 
-    def compute(self, results: _Results) -> Tensor:
+    def compute(self, results: "_Results") -> Tensor:
         """Return the result, of the geometry that it had; ``results``: those of shared steps."""
         if self in results.known:
             return results.known[self]
@@ -164,7 +162,7 @@ class _Results:
     """The results of one run that several steps read; ``of_saved``: what it is for, not proofs."""
 
     readers: Counter[Node]
-    of_saved: Recomputed | None = None
+    of_saved: "Recomputed | None" = None
     known: dict[_Step, Tensor] = field(default_factory=dict)
 
     def of(self, read: _Input) -> Tensor:
@@ -193,8 +191,7 @@ class Recomputed(PackedTensor):
         self._geometry = Geometry.of(tensor)
         # By another's run, for the next reading; true: that compared the same content.
         self._made: tuple[Tensor, Holding, bool] | None = None
-        self._readers = readers
-        self._site = site
+        self._readers, self._site = readers, site
         self._ledger = ledger
         self._place = zlib.crc32(str(site).encode())
         self._fingerprint = Fingerprint.sampled(tensor, self._place)
@@ -226,7 +223,7 @@ class Recomputed(PackedTensor):
             )
 
     @below_autograd()
-    def compute(self, of_saved: Recomputed | None = None) -> Tensor:
+    def compute(self, of_saved: "Recomputed | None" = None) -> Tensor:
         """Run the recipe, whatever modes are in force; ``of_saved`` is as ``_Results`` has it."""
         return self._geometry.within(self.step.compute(_Results(self._readers, of_saved)))
 
@@ -243,7 +240,7 @@ class Recomputed(PackedTensor):
             other._made = made, holding, is_compared and is_twin
         return True
 
-    def twin(self, tensor: Tensor, site: Site) -> Recomputed | None:
+    def twin(self, tensor: Tensor, site: Site) -> "Recomputed | None":
         """Return what computes it again for another site that saved it, too; None: not this."""
         if Geometry.of(tensor) != self._geometry:
             return None
@@ -305,7 +302,9 @@ class RecipeMaker:
                 self._state.sign_readers[self._signs[each]] = need, site
         return made
 
-    def _new(self, search: _Search, value: Value, tensor: Tensor, site: Site) -> Recomputed | None:
+    def _new(
+        self, search: "_Search", value: Value, tensor: Tensor, site: Site
+    ) -> Recomputed | None:
         if (found := search.step(value)) is None:
             return None
         nodes = Counter(_read_in(found))
@@ -378,8 +377,7 @@ class _Search:
     """Looks for one value's recipe within so many bytes of work."""
 
     def __init__(self, maker: RecipeMaker, most_work: float) -> None:
-        self._maker = maker
-        self._most_work = most_work
+        self._maker, self._most_work = maker, most_work
         self._work_bytes = 0
         self.known: dict[Value, Node] = {}
 

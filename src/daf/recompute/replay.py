@@ -40,8 +40,7 @@ class Rebuilt(PackedTensor):
 
     def __init__(self, call: "ReplayedCall", index: int, tensor: Tensor) -> None:
         super().__init__()
-        self.index = index
-        self._call = call
+        self.index, self._call = index, call
         self._first = call.fingerprint(tensor, index)
         self._value: tuple[PackedTensor, Any] | None = None
 
@@ -93,8 +92,7 @@ class ReplayedCall:
         self.replays = replays
         self._number = target.calls  # of this call, its latest
         self._forward = target.forward
-        self._inputs = inputs
-        self._state = state
+        self._inputs, self._state = inputs, state
         self._saves = 0
         self._handles: weakref.WeakValueDictionary[int, Rebuilt] = weakref.WeakValueDictionary()
         self._task = autograd_graph.NO_TASK
@@ -199,8 +197,7 @@ class Collector:
     def __init__(self, call: ReplayedCall, wanted: list[Rebuilt]) -> None:
         self._wanted = {handle.index: handle for handle in wanted}
         self._last = max(self._wanted) + call.fills_what_it_saved
-        self._path = call.site.module
-        self._saved = 0
+        self._path, self._saved = call.site.module, 0
         self._depth = 0  # of calls with handles of their own
         # Otherwise nobody goes backward through the second run's own graph.
         self._differentiates = call.differentiates
@@ -277,8 +274,7 @@ class Replays:
         self._running: list[ReplayedCall | Collector] = []
         self._thread = get_ident()
         self._generators = Generators()
-        self.keeper = keeper
-        self.log = log
+        self.keeper, self.log = keeper, log
 
     @property
     def is_running(self) -> bool:

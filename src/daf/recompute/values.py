@@ -91,8 +91,7 @@ class ValueRecorder(DispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._values: dict[int, tuple[StorageReference, Value]] = {}
-        self.own_ms = 0.0
-        self.is_paused = False
+        self.own_ms, self.is_paused = 0.0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start_s, keywords = time.perf_counter(), kwargs or {}

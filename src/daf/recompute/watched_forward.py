@@ -15,8 +15,7 @@ class WatchedForward:
     """What takes the place of a module's ``forward`` inside ``watched``."""
 
     def __init__(self, run: Runner, path: str, module: nn.Module) -> None:
-        self.path = path
-        self.module = module
+        self.path, self.module = path, module
         self.forward: Callable[..., Any] = module.forward
         self.calls = -1
         self._run = run

@@ -100,8 +100,7 @@ def _training(run: Run) -> Markup:
 
 
 def _tiles(run: Run) -> Markup:
-    summary = run.summary
-    cells = [_peak_tile(run)]
+    summary, cells = run.summary, [_peak_tile(run)]
     if (error := run.prediction_error) is not None:
         size = format_bytes(summary["predicted_peak_bytes"])
         cells.append(

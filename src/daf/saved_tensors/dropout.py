@@ -20,8 +20,7 @@ class Dropping:
     """Adds the results of dropout to ``provenance``."""
 
     def __init__(self, provenance: Provenance, ledger: Ledger) -> None:
-        self._provenance = provenance
-        self._ledger = ledger
+        self._provenance, self._ledger = provenance, ledger
 
     def learn(self, job: PackRequest, held: Decoded, factor: float) -> None:
         """Learn from a mask, ``held``, of noise that is 0 or ``factor``."""

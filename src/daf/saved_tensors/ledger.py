@@ -89,8 +89,7 @@ class Holding:
     __slots__ = ("__weakref__", "_in_store", "_ledger", "nbytes")
 
     def __init__(self, ledger: Ledger, nbytes: int, *, in_store: bool = False) -> None:
-        self._ledger = ledger
-        self._in_store = in_store
+        self._ledger, self._in_store = ledger, in_store
         self.nbytes = 0  # an interrupt may come before the bytes are counted
         ledger.add_held(nbytes, in_store=in_store)
         self.nbytes = nbytes

@@ -37,8 +37,7 @@ class NormInput(Decoded):
 
     def __init__(self, code: Stored[Values], layout: Layout, done: Normalisation) -> None:
         super().__init__(code, layout)
-        self._statistics = done.statistics
-        self._inner = done.inner
+        self._statistics, self._inner = done.statistics, done.inner
 
     def restore(self, scratch: Scratch) -> Tensor:
         out = scratch.empty(self.layout)

@@ -103,8 +103,7 @@ class Kept(PackedTensor):
     ) -> None:
         super().__init__()
         self.tensor = detached(tensor)  # as it is now
-        self._version = version
-        self._site = site
+        self._version, self._site = version, site
         self._holdings = holdings
 
     def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002
@@ -150,8 +149,7 @@ class Decoded(PackedTensor):
 
     def __init__(self, code: Stored[Any], layout: Layout, **arguments: Any) -> None:
         super().__init__()
-        self.code = code
-        self.layout = layout
+        self.code, self.layout = code, layout
         self.arguments = arguments
 
     def restore(self, scratch: Scratch) -> Tensor:
@@ -218,11 +216,9 @@ class Spilled(PackedTensor):
         self, store: SpillStore, record: SpillRecord, tensor: Tensor, ledger: Ledger
     ) -> None:
         super().__init__()
-        self._store = store
-        self._record = record
+        self._store, self._record = store, record
         self._geometry = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        self._dtype = tensor.dtype
-        self._ledger = ledger
+        self._dtype, self._ledger = tensor.dtype, ledger
         record.users += 1
 
     def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002 - a storage of its own
@@ -251,14 +247,12 @@ class SavedTensor:
 
     def settle(self, held: PackedTensor, plain: tuple[Plain, ...] = ()) -> None:
         """Let ``held`` stand for the tensor from now on."""
-        self.held = held
-        self.plain = plain
+        self.held, self.plain = held, plain
         self.drop()
 
     def drop(self) -> None:
         """Drop the tensor; with its graph it would be a cycle that nothing frees."""
-        self.tensor = None
-        self.node = None
+        self.tensor, self.node = None, None
 
     def restore(self, scratch: Scratch) -> Tensor:
         """Return the tensor; SavedTensorError if changed in place, or its operator raised."""

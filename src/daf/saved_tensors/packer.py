@@ -82,10 +82,8 @@ class Packer:
     def __init__(
         self, coder: Coder, spill: SpillStore, ledger: Ledger, provenance: Provenance
     ) -> None:
-        self._coder = coder
-        self._spill = spill
-        self._ledger = ledger
-        self._provenance = provenance
+        self._coder, self._spill = coder, spill
+        self._ledger, self._provenance = ledger, provenance
         self._dropping = Dropping(provenance, ledger)
 
     def treat(self, job: PackRequest) -> tuple[PackedTensor, Treatment]:

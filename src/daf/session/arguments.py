@@ -94,9 +94,12 @@ def fixed_policy(
     return policies.with_fused_operators(policy) if fused else policy
 
 
-def checked_tolerance(tolerance: float | None) -> float | None:
-    """Return the tolerance as a float, or None; raises OptionError unless 0 or more."""
+def checked_tolerance(tolerance: float | None, bits: int | str | None = None) -> float | None:
+    """Return the tolerance as a float, or None; OptionError unless 0 or more, as the bits allow."""
     is_number = isinstance(tolerance, Real)
+    if tolerance == 0 and bits not in (None, "plain", "exact"):
+        asked = f"asked for bits={bits!r} and a tolerance of 0, which treats exactly"
+        raise OptionError(f"{asked}; give one of the two, or bits='exact'")
     if tolerance is not None and not (is_number and tolerance >= 0):
         usual = f"0 (exact) or more, such as {planner.DEFAULT_TOLERANCE:.2g}"
         raise OptionError(f"asked for a tolerance of {tolerance!r}; give {usual}")

@@ -54,8 +54,7 @@ class BudgetController:
         self._watcher: Watcher | None = None
         self._looked_s = float("-inf")
         budget_bytes, reason = self.governor.reading
-        self.budget_bytes = budget_bytes
-        self.is_anothers = False
+        self.budget_bytes, self.is_anothers = budget_bytes, False
         self.lowest_bytes = budget_bytes
         self.history = [BudgetChange(time.perf_counter(), budget_bytes, reason)]
         _living.add(self)

@@ -20,14 +20,10 @@ class StepCounters(Resumable):
     KEPT = ("step_index", "saved_bytes_plain", "saved_bytes_peak", "evicted_bytes", "peak_bytes")
 
     def __init__(self, capture: Capture, memory: MemoryDomain, release: GradientRelease) -> None:
-        self._capture = capture
-        self._release = release
-        self.memory = memory
-        self.step_index = 0
-        self.saved_bytes_plain = 0
-        self.saved_bytes_peak = 0
-        self.evicted_bytes = 0
-        self._peak_bytes = 0
+        self._capture, self._release = capture, release
+        self.memory, self.step_index = memory, 0
+        self.saved_bytes_plain, self.saved_bytes_peak = 0, 0
+        self.evicted_bytes, self._peak_bytes = 0, 0
         self.loading_peak_bytes = memory.peak_bytes()  # before the session
         self._swapped_bytes = 0  # when the last step ended
         self.step_held_bytes = 0  # for backward, at the last step's peak

@@ -160,8 +160,7 @@ class NoiseController:
         return measured | {"squared_bias": found.squared_bias if found else None}
 
     def _measure(self, context: StepContext, running: Plan, budget_bytes: int | None) -> None:
-        room = None
-        profiles = self.selector.profiles
+        room, profiles = None, self.selector.profiles
         if profiles is not None and budget_bytes is not None:
             room = Room(profiles.own, profiles.of(running), self.selector.modelled(budget_bytes))
         ran, pool_bytes = running.policy, self.capture.pool_bytes

@@ -107,7 +107,7 @@ def make_parts(
     keeper = keeper_of(memory, store.give_back, capture.devices.give_back)
     release = GradientRelease(release_gradients, model, optimizer, capture.parameter_reads)
     gradient = GradientStep(model, optimizer, capture, release, keeper)
-    tolerance = asked.checked_tolerance(tolerance)
+    tolerance = asked.checked_tolerance(tolerance, bits)
     name = asked.policy_name(bits, policy, has_budget=has_budget)
     selector = PlanSelector(Constraints(name, tolerance))
     tracker = SensitivityTracker(model, optimizer, keeper, sensitivity)

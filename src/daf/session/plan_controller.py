@@ -21,14 +21,15 @@ from daf.memory.keeper import Keeper
 from daf.planning import planner
 from daf.planning.options import Allowed
 from daf.profiling.beside_memory import BesideMemory
+from daf.profiling.split_proof import is_apart
 from daf.session.budget_controller import BudgetController
 from daf.session.noise_controller import NoiseController
 from daf.session.plan_autotuner import StepMeasurement
-from daf.session.plan_selector import PlanSelector
+from daf.session.plan_selector import MORE_ROOM_BYTES, PlanSelector
 from daf.session.step_profiles import AHEAD, ProfileGrowth, StepProfiles
 from daf.step.context import BatchInfo, StepContext
-from daf.step.loss_weights import PARAMETER
-from daf.step.splitting import NOT_PROVEN
+from daf.step.loss_weights import ANY_COUNT, Weighing
+from daf.step.splitting import NOT_PROVEN, SplitChoice
 
 # PyTorch's kernels of another plan stay in the process for good: 4 MB over budget were seen. A
 # trial plan is refused that memory, and the plan before goes on.
@@ -63,6 +64,7 @@ class PlanController(Resumable):
     most_users_gradient_bytes: int = 0
     uncut_examples: int = 0  # of the largest batch so far, where no plan cuts any
     proven_again_at: int = -1  # the step
+    cut_steps: int = 0  # since this session began
     # What plans leave beside the usual (bytes), where no pass is tried again.
     margin_bytes: Callable[[Profile], int] = field(default=lambda _: 0)
     # The most held so far (bytes), where loading and measuring count, too.
@@ -154,6 +156,7 @@ class PlanController(Resumable):
         running = self.selector.running or plan
         if context.choice.refusal and running.micro_batch < context.info.examples:
             plan = self._with_proof(running, context)
+        plan = self._renewed(context, self.selector.running or plan)
         is_new = self.selector.autotuner.is_trying_another
         self.keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
         return self._whole(self.selector.running or plan, context.info)
@@ -260,17 +263,54 @@ class PlanController(Resumable):
         known = context.choice
         if self.proven_again_at == context.index:
             return self.stop_splitting(context, str(found))
-        self.proven_again_at = context.index
-        context.choose(replace(known, refusal=NOT_PROVEN), is_final=False)
-        with self.keeper.unbounded():
-            self.step_profiles.prove_cut(context, self.budget_bytes)
+        self._prove(context)
         if context.choice.refusal:
             return self.stop_splitting(context, context.choice.refusal)
-        # Other examples may be routed through other parameters; what runs there is the same.
-        routed = {name for name in found.unknown if name.startswith(PARAMETER)}
-        seen = known.functions | context.choice.functions | routed
-        context.choose(replace(context.choice, functions=seen))
+        # Other examples may be routed through other parameters, or run what is the same more often.
+        routed = {name for name in found.unknown if " " in name}
+        self._accept(context, context.choice, known.functions | context.choice.functions | routed)
         return plan
+
+    def _prove(self, context: StepContext) -> None:
+        self.proven_again_at = context.index
+        context.choose(replace(context.choice, refusal=NOT_PROVEN), is_final=False)
+        with self.keeper.unbounded():
+            self.step_profiles.prove_cut(context, self.budget_bytes)
+
+    def _renewed(self, context: StepContext, plan: Plan) -> Plan:
+        """Return the plan once the cut was proven again, where that is due.
+
+        What a proof saw grows old: weights move, a term that was flat, or 0, begins to act, and
+        examples that were all alike differ. It is due in the second step that is cut, and in every
+        one that doubles their number.
+        """
+        known = context.choice
+        if not known.functions or known.refusal or plan.micro_batch >= context.info.examples:
+            return plan
+        self.cut_steps += 1
+        is_alike = known.cut.alike(context.batch, known.alike) == known.alike
+        if is_alike and (self.cut_steps == 1 or self.cut_steps & (self.cut_steps - 1)):
+            return plan
+        self._prove(context)
+        found = context.choice
+        if found.refusal and not is_apart(
+            found.refusal
+        ):  # no room for a proof, or it shows nothing
+            context.choose(known)
+            return plan
+        both = {found.weighing, known.weighing}
+        is_other = len(both) > 1 and both != {Weighing.EXAMPLES, Weighing.LOSS}
+        if found.refusal or is_other:
+            return self.stop_splitting(context, found.refusal or "its parts weigh otherwise now")
+        weighing = Weighing.LOSS if Weighing.LOSS in both else found.weighing  # which shows more
+        seen = replace(found, weighing=weighing, alike=known.alike & found.alike)
+        self._accept(context, seen, known.functions | found.functions)
+        return plan
+
+    def _accept(self, context: StepContext, choice: SplitChoice, seen: frozenset[str]) -> None:
+        """Cut batches so from now on, and this one, which was proven, however often what runs."""
+        context.choose(replace(choice, functions=seen))
+        context.choice = replace(choice, functions=seen | {ANY_COUNT})
 
     def stop_splitting(self, context: StepContext, reason: str) -> Plan:
         """Plan for whole batches where parts turned out not to add up; raises as ``plan_for``."""
@@ -302,7 +342,10 @@ class PlanController(Resumable):
         profiles, budget_bytes = self.selector.profiles, self.budget_controller.lowest_bytes
         if profiles is None or self.budget_bytes is None or budget_bytes is None:
             return None
-        least = max(self.selector.least_bytes(), budget_bytes + self.keeper.missing_bytes)
+        # The first allocation that a step lacks is seldom its last.
+        more_bytes = MORE_ROOM_BYTES + budget_bytes // 100 if self.keeper.missing_bytes else 0
+        needed_bytes = budget_bytes + self.keeper.missing_bytes + more_bytes
+        least = max(self.selector.least_bytes(), needed_bytes)
         return BudgetError(planner.refusal(profiles.own, budget_bytes, least), least)
 
     def update_bytes(self, *, has_state: bool) -> int:

@@ -101,8 +101,7 @@ class DivergenceWatch(Resumable):
         self.reason = reason
         if self.has_rolled_back or self.good_step is None:
             return Action.STOP
-        self.has_rolled_back = True
-        self.spikes = 0
+        self.has_rolled_back, self.spikes = True, 0
         self.calm_since = None
         self.losses = ()
         return Action.ROLL_BACK
@@ -122,8 +121,7 @@ class Rollback:
     ) -> None:
         self.watch = DivergenceWatch()
         self.is_on = bool(asked)
-        self._model = model
-        self._optimizer = optimizer
+        self._model, self._optimizer = model, optimizer
         self._path = None if isinstance(asked, bool) else Path(asked)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._action = Action.CONTINUE

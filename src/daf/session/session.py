@@ -153,8 +153,7 @@ class Session(SessionReadings):
         memory = arguments.asked_memory(model, budget)
         if baseline_bytes is None:
             baseline_bytes = max(0, memory.held_bytes() - parameter_bytes(model))
-        self.baseline_bytes = baseline_bytes
-        self._seed = seed
+        self.baseline_bytes, self._seed = baseline_bytes, seed
         self._splitting = Splitting(split, batch_dim)
         self._proven_for: str | None = None
         self._is_resumed = False
@@ -174,6 +173,7 @@ class Session(SessionReadings):
         memory.reset_peak()
 
     def __enter__(self) -> "Session":
+        self._refuse_if_closed()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -227,13 +227,14 @@ class Session(SessionReadings):
 
         Raises:
             UnitError: the value is no budget; the one before stays.
-            PlatformError: the model is where this session bounds nothing.
+            ClosedSessionError, PlatformError: it was closed, or the model is elsewhere now.
             UnknownNameError: the session's ``bits`` are none that plans under a budget know.
         """
         return self._budget_controller.asked
 
     @budget.setter
     def budget(self, value: Budget) -> None:
+        self._refuse_if_closed()
         if value is not None:
             arguments.refuse_budget_elsewhere(self.model, self._runner.counters.memory)
             strategy_named(self._plan_controller.selector.constraints.policy)

@@ -16,8 +16,7 @@ class UsersUpdates:
     """Makes room before optimizers step parameters of a model, and refuses them nothing then."""
 
     def __init__(self, model: nn.Module, runner: StepRunner) -> None:
-        self._model = model
-        self._runner = runner
+        self._model, self._runner = model, runner
         self._hooks = ExitStack()
         self._begun = ExitStack()
         self._is_watching = False

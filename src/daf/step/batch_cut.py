@@ -5,9 +5,10 @@ words or nests of them, and NumPy's arrays, are cut with the tensors where they 
 there are examples. What a cut does not name goes to every micro-batch unchanged.
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from itertools import pairwise
 from operator import is_
@@ -21,7 +22,8 @@ from daf.core.errors import DataError
 from daf.torch_compat.autograd_graph import is_strided
 from daf.torch_compat.pytree import map_nest, tensors_in_batch
 
-_MOST_LOOKED_AT = 2048  # examples
+# Examples; elements that are compared, of large rows those of a corner of so many a side.
+_MOST_LOOKED_AT, _MOST_COMPARED, _CORNER = 2048, 2**17, 32
 BatchDim = int | Sequence[int | None] | Mapping[Any, int | None] | None
 
 
@@ -60,43 +62,58 @@ class BatchCut:
         """Return examples ``start`` to ``stop``, in the same structure; tensors are views."""
         if self.own is not None:
             return self.own.take(batch, start, stop)
-        cut = self._mapped(batch, lambda each, dim: each.narrow(dim, start, stop - start))
-        return _with_rows(cut, self.size(batch), lambda rows: rows[start:stop])
+        cut = _with_rows(batch, self.size(batch), lambda rows: rows[start:stop])
+        return self._mapped(batch, cut, lambda each, dim: each.narrow(dim, start, stop - start))
 
     def pick(self, batch: Any, examples: Sequence[int]) -> Any:
         """Return copies of some examples; of a batch cut by ``own`` as many of the first."""
         if self.own is not None:
             return self.own.take(batch, 0, len(examples))
         index = torch.tensor(examples)
-        cut = self._mapped(batch, lambda each, dim: each.index_select(dim, index.to(each.device)))
-        return _with_rows(cut, self.size(batch), partial(_picked, examples))
+        cut = _with_rows(batch, self.size(batch), partial(_picked, examples))
+        return self._mapped(
+            batch, cut, lambda each, dim: each.index_select(dim, index.to(each.device))
+        )
 
     def telling(self, batch: Any, count: int) -> list[int]:
         """Return so many examples, among which the sums of labels, masks and lengths differ most.
 
-        Of three and more the last one is of the first one's class, where classes repeat.
+        The last one is most like the second, of the same class where classes repeat: the first may
+        be one that counts nothing.
         """
         size, cut = self.size(batch), self._cut(batch)
         if self.own is not None or count >= size:
             return [*range(min(count, size))]
-        found, last = list[int](), size - 1
+        found, seen = list[int](), list[Tensor]()
         for tensor, dim in sorted(cut, key=lambda pair: pair[0].is_floating_point()):
-            rows = tensor.narrow(dim, 0, min(size, _MOST_LOOKED_AT))
-            within = [each for each in range(rows.dim()) if each != dim]
-            sums = (rows.sum(within) if within else rows).tolist()
-            if not tensor.is_complex() and len({*sums}) > 1:
-                found += [sums.index(min(sums)), sums.index(max(sums))]
-                last = found[1] if len(found) == 2 else last
-                if count > 2 and _is_of_classes(tensor):
-                    alike = (i for i, each in enumerate(sums) if each == sums[found[0]])
-                    last = next((i for i in alike if i != found[0]), last)
+            rows = tensor.narrow(dim, 0, min(size, _MOST_LOOKED_AT)).movedim(dim, 0)
+            if tensor.is_complex() or _is_alike(rows, 0):
+                continue
+            within = [*range(1, rows.dim())]
+            sums = (rows.sum(within) if within else rows).double()  # no copy of large rows
+            least, most = int(sums.argmin()), int(sums.argmax())
+            if sums[least] == sums[most]:  # as those of classes in rows of one 1
+                most = int(_distances(rows, rows[least], -1.0).argmax())
+            found += [least, most]
+            seen.append(rows)
+        last = size - 1
+        if seen:
+            classes = (each for each in seen if each.dim() == 1 and not each.is_floating_point())
+            rows = next(classes, seen[0])
+            apart = _distances(rows, rows[found[1]], math.inf)
+            apart[found[:2]] = math.inf
+            last = int(apart.argmin())
         others = dict.fromkeys(each for each in (*found, *range(size)) if each != last)
         return [*[*others][: count - 1], last]
 
-    def classes(self, batch: Any) -> list[Tensor]:
-        """Return the classes that examples share: two of one and another show couplings."""
-        found = (each for each, _ in self._cut(batch) if _is_of_classes(each))
-        return [each for each in found if len({*each.tolist()}) < len(each)]
+    def alike(self, batch: Any, among: Collection[int] | None = None) -> frozenset[int]:
+        """Return which of the tensors that are cut have one value for all examples, by place.
+
+        ``among``: these places alone; None: all.
+        """
+        every = enumerate(zip(tensors_in_batch(batch), self.dims, strict=False))
+        asked = ((i, each, dim) for i, (each, dim) in every if among is None or i in among)
+        return frozenset(i for i, each, dim in asked if dim is not None and _is_alike(each, dim))
 
     def _cut(self, batch: Any) -> list[tuple[Tensor, int]]:
         """Return the tensors that are cut, and where; labels, which usually come last, first."""
@@ -117,18 +134,34 @@ class BatchCut:
             ends = [size * index // count for index in range(count + 1)]
         return [self.take(batch, start, stop) for start, stop in pairwise(ends)]
 
-    def _mapped(self, batch: Any, change: Callable[[Tensor, int], Tensor]) -> Any:
-        dims = iter(self.dims)
+    def _mapped(self, batch: Any, rows: Any, change: Callable[[Tensor, int], Tensor]) -> Any:
+        """Return ``rows``, in which some of the batch's tensors are left, with these changed."""
+        every = zip(tensors_in_batch(batch), self.dims, strict=False)
+        dims = {id(each): dim for each, dim in every if dim is not None}
 
         def cut(tensor: Tensor) -> Tensor:
-            dim = next(dims, None)
+            dim = dims.get(id(tensor))
             return tensor if dim is None else change(tensor, dim)
 
-        return map_nest(Tensor, cut, batch)
+        return map_nest(Tensor, cut, rows)
 
 
 WHOLE = BatchCut()
 _ROWS = (list, tuple, np.ndarray)
+
+
+def _is_alike(tensor: Tensor, dim: int) -> bool:
+    rows = (tensor.narrow(dim, i, 1) for i in range(tensor.shape[dim]))
+    first = next(rows, None)
+    return first is not None and all(torch.equal(first, each) for each in rows)
+
+
+def _distances(rows: Tensor, one: Tensor, beyond: float) -> Tensor:
+    """Return (rows,): how far each is from one; ``beyond`` for those that are not compared."""
+    one = one[(corner := tuple(slice(_CORNER) for _ in one.shape))]
+    some = rows[(slice(max(4, _MOST_COMPARED // one.numel())), *corner)].double()
+    near = (some - one.double()).abs().reshape(len(some), -1).sum(1)
+    return torch.cat([near, near.new_full((len(rows) - len(near),), beyond)])
 
 
 def _with_rows(batch: Any, size: int, change: Callable[[Any], Any]) -> Any:
@@ -139,7 +172,7 @@ def _with_rows(batch: Any, size: int, change: Callable[[Any], Any]) -> Any:
 def _cut_rows(size: int, change: Callable[[Any], Any], rows: Any) -> Any:
     if isinstance(rows, np.ndarray):
         return change(rows) if rows.ndim and len(rows) == size else rows
-    if type(rows) in _ROWS and len(rows) == size and not tensors_in_batch(rows):
+    if type(rows) in _ROWS and len(rows) == size and not _has_length(size, rows):
         return change(rows)
     items = [_with_rows(each, size, change) for each in rows]
     if all(map(is_, items, rows)):
@@ -153,8 +186,40 @@ def _picked(examples: Sequence[int], rows: Any) -> Any:
     return type(rows)(rows[each] for each in examples)
 
 
-def _is_of_classes(tensor: Tensor) -> bool:
-    return tensor.dim() == 1 and not (tensor.is_floating_point() or tensor.is_complex())
+def _has_length(size: int, nest: Any) -> bool:
+    return any(_length(each) == size for each in tensors_in_batch(nest))
+
+
+def uncut_rows(batch: Any, cut: BatchCut) -> str:
+    """Return in words what has as many entries as there are examples and is not cut, or ""."""
+    if cut.own is not None:
+        return ""
+    every = zip(tensors_in_batch(batch), cut.dims, strict=False)
+    found = _uncut(batch, cut.size(batch), {id(each) for each, dim in every if dim is not None})
+    return next((f"a {type(each).__name__} with as many entries" for each in found), "")
+
+
+def _uncut(value: Any, size: int, known: set[int]) -> list[Any]:
+    if isinstance(value, (Tensor, np.ndarray)):  # by its first dimension it was tried both ways
+        is_cut = id(value) in known or value.shape[:1] == (size,)
+        return [value] if size in value.shape and not is_cut else []
+    parts: Any = ()
+    if type(value) in _ROWS and len(value) == size:
+        lengths = {_length(each) == size for each in tensors_in_batch(value)}
+        if len(lengths) > 1:
+            return [value]
+        parts = value if lengths == {True} else ()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    elif isinstance(value, Mapping) and value.keys() != {*range(size)}:
+        parts = value.values()
+    elif is_dataclass(value):
+        parts = vars(value).values()
+    elif not (isinstance(value, (str, bytes, type)) or callable(value)):
+        inside = [value] if hasattr(value, "__len__") else getattr(value, "__dict__", {}).values()
+        sized = (each for each in inside if hasattr(each, "__len__") and type(each) is not str)
+        return [each for each in sized if size in getattr(each, "shape", (len(each),))]
+    return [found for each in parts for found in _uncut(each, size, known)]
 
 
 def possible_cuts(batch: Any, batch_dim: BatchDim = None) -> Iterator[BatchCut]:

@@ -25,7 +25,13 @@ from daf.recompute.python_state import Surroundings
 from daf.step.context import StepContext
 from daf.step.dry_run import dry_run
 from daf.step.gradient_release import LEFT_TO_USER, GradientRelease
-from daf.step.loss_weights import LossWeights, PartWeights, parameter_names, scale_watched
+from daf.step.loss_weights import (
+    ANY_COUNT,
+    LossWeights,
+    PartWeights,
+    parameter_names,
+    scale_watched,
+)
 from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
 from daf.step.state_snapshot import StepSnapshot
 from daf.torch_compat.compiled_modules import CompiledModules
@@ -43,8 +49,7 @@ class _Losses:
     def __init__(
         self, refuse: Callable[[Any, float], NoReturn], *, may_scale: bool = False
     ) -> None:
-        self._refuse = refuse
-        self._may_scale = may_scale
+        self._refuse, self._may_scale = refuse, may_scale
         self.is_scaled = False
         self._unread: list[tuple[Any, float | Tensor, Tensor, Tensor, Tensor | None]] = []
         self._total = self.weight = 0.0
@@ -183,7 +188,10 @@ class GradientStep:
         return self.release.is_active or self._has_hooks()
 
     def _has_hooks(self) -> bool:
-        return any(each._post_accumulate_grad_hooks for each in self.model.parameters())
+        found = (
+            e._backward_hooks or e._post_accumulate_grad_hooks for e in self.model.parameters()
+        )
+        return any(found)
 
     def _dry_run_once(self, context: StepContext, policy: Policy) -> None:
         """Find in the first step what may be fused; larger tensors show it in the second."""
@@ -219,8 +227,11 @@ class GradientStep:
         if weights is not None and operators is not None:
             # What begins later (a penalty every fourth step, say) may couple examples. A promise,
             # which has no functions, needs no proof.
-            unknown = operators.functions - context.choice.functions
-            if unknown and context.choice.functions:
+            proven = context.choice.functions
+            unknown = operators.functions - proven
+            if ANY_COUNT in proven:  # this step's batch was proven
+                unknown = {each for each in unknown if " " not in each}
+            if unknown and proven:
                 raise OtherPathError(
                     f"a part calls {', '.join(sorted(unknown))}, which its proof did not see",
                     unknown,

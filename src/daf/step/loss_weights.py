@@ -8,6 +8,7 @@ another of PyTorch's losses over elements that the user selected.
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from daf.core.errors import OtherPathError, SplitError
 from daf.core.replaced import Replaced
+from daf.kernels.devices import is_read_freely
 from daf.operators.linear_cross_entropy import LossCall
 from daf.saved_tensors.backward_rules import tensors_in
 from daf.step.microbatch import WeightedLoss
@@ -34,6 +36,7 @@ from daf.torch_compat.parameter_reads import graph_nodes
 from daf.torch_compat.pytree import tensors_in_batch
 
 PARAMETER = "parameter "
+ANY_COUNT = "any number of calls"  # beside what was proven: in this step's parts all is
 ONE_BY_ONE = "a loss of each example by itself"  # beside the functions that were proven
 _DIVISIONS = {"div", "div_", "divide", "divide_", "true_divide", "true_divide_"}
 _RECIPROCALS = {"__rdiv__", "reciprocal", "reciprocal_"}
@@ -50,6 +53,7 @@ _MEANS = {"mean", "nanmean", "kl_div", "binary_cross_entropy", "binary_cross_ent
 _READS = {"item", "__int__", "__float__", "__index__"}  # by Python
 _NOTED = {*_DIVISIONS, *_RECIPROCALS, *_PRODUCTS, *_ORDERINGS, *_MEANS}
 _OTHERS_MEANS = {"ctc_loss", "nll_loss"}  # by lengths, and by what is read already
+_MOST_COUNTED = 64  # calls of a function in a part
 _Note = tuple[bool, Any]  # among how many is ordered; else a divisor, factor or count
 _NO_NAMES: Mapping[int, str] = MappingProxyType({})
 _BOUNDS = {"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "max", "maximum", "where"}
@@ -91,8 +95,7 @@ def _divisor(call: LossCall) -> Tensor:
         return torch.tensor(float(target.shape[0] if target.dim() > 1 else 1))
     counts = target != call.ignore_index
     if call.weight is None:
-        counted: Tensor = counts.sum().float()
-        return counted
+        return torch.as_tensor(counts.sum().float())
     return torch.where(counts, call.weight.detach()[target * counts], 0.0).sum()
 
 
@@ -112,40 +115,34 @@ class LossWeights(TorchFunctionMode):
         super().__init__()
         self._names = names
         self._deciding: list[_Noted] = []
-        self._unread: dict[int, list[_Noted]] = {}  # by results that no operator was given yet
+        self._unread: dict[int, tuple[Any, list[_Noted]]] = {}  # by what no operator was given yet
         self._bounded: list[tuple[Tensor, list[Tensor]]] = []  # and of what
         self._means_nothing = self._reads_zero = self._divides_by_one = False  # both by Python
-        self.functions: set[str] = set()  # whose results have gradients
-        self.branches: list[bool] = []  # that tensors' values decided
         self.has_too_few = False
+        # Whose results have gradients, numbered where they run again, and factors that are not 0.
+        self.functions: set[str] = set()
+        self._calls = Counter[str]()
+        self.branches: list[bool] = []  # that tensors' values decided
         self._reads_all = not torch.is_grad_enabled()  # where results are all there is
         self._noted: dict[int, tuple[weakref.ref[Tensor], list[_Note]]] = {}
-        self._examples = examples
-        self._disturbed = disturbed
+        self._examples, self._disturbed = examples, disturbed
 
     means = property(lambda self: self._numbers(_Kind.MEAN))
     scalings = property(lambda self: self._numbers(_Kind.SCALING))
     ordered = property(lambda self: self._numbers(_Kind.ORDERED))
     _counts = property(lambda self: self._numbers(_Kind.COUNT))
+    # What loss operators divide by; where there are none, the user's own last division.
+    divisors = property(lambda self: self.means or self._counts[-1:])
+    # Whether a mean is of no numbers, or a count read by Python is 0, and perhaps made 1.
+    reads_nothing = property(lambda e: e._means_nothing or (e._reads_zero and e._divides_by_one))
 
     def _numbers(self, kind: _Kind) -> list[Any]:
         return [each.number for each in self._deciding if each.kind is kind]
 
-    @property
-    def reads_nothing(self) -> bool:
-        """Whether a mean is of no numbers, or a count read by Python is 0, and perhaps made 1."""
-        return self._means_nothing or (self._reads_zero and self._divides_by_one)
-
-    @property
-    def divisors(self) -> list[Tensor]:
-        """What loss operators divide by; where there are none, the user's own last division."""
-        found: list[Tensor] = self.means or self._counts[-1:]
-        return found
-
     def leave_out_beside(self, losses: Any) -> None:
         """Forget the numbers of results that nobody read, such as a model's own unused loss.
 
-        ``losses``: the tensors that the user returned; nothing in their graph is forgotten.
+        ``losses``: what the user returned; nothing in its graph is forgotten.
         """
         roots = {each.grad_fn for each in tensors_in_batch(losses)} - {None}
         ends = {None, *map(sequence_number_of, roots)}
@@ -156,15 +153,17 @@ class LossWeights(TorchFunctionMode):
 
     def _note(self, kind: _Kind, numbers: Iterable[Any], found: Any) -> None:
         node = found.grad_fn if isinstance(found, Tensor) else None  # several: one may be read
-        number = None if node is None else sequence_number_of(node)
-        noted = [_Noted(kind, each, number) for each in numbers]
+        place = None if node is None else sequence_number_of(node)
+        noted = [_Noted(kind, each, place) for each in numbers]
         self._deciding += noted
-        if noted:
-            self._unread.setdefault(id(found), []).extend(noted)
+        if noted and isinstance(found, Tensor):
+            reference, known = self._unread.get(id(found), (lambda: None, []))
+            self._unread[id(found)] = weakref.ref(found), known * (reference() is found) + noted
 
     def _mark_read(self, given: Iterable[Any]) -> None:
         for tensor in _tensors_in(given) if self._unread else ():
-            for each in self._unread.pop(id(tensor), ()):
+            reference, noted = self._unread.get(id(tensor), (lambda: None, ()))
+            for each in noted if reference() is tensor else ():  # another may have its place now
                 each.is_read = True
 
     def may_count_nothing(self) -> bool:
@@ -185,10 +184,14 @@ class LossWeights(TorchFunctionMode):
         if not (self._reads_all or isinstance(found, (Tensor, tuple, list))):
             return found  # a shape, a flag or a module's setting: nothing to follow
         if is_read := self._reads_all or _is_differentiable(found):
-            self.functions.add(name)
+            self._count(name)
             self.functions |= {self._names[id(each)] for each in given if id(each) in self._names}
         self._follow(name, given, kwargs, found, is_read)
         return found
+
+    def _count(self, name: str) -> None:
+        count = self._calls[name] = min(self._calls[name] + 1, _MOST_COUNTED)
+        self.functions.add(name if count == 1 else f"{name} {count}")
 
     def _follow(
         self, name: str, given: tuple[Any, ...], named: Mapping[str, Any], found: Any, is_read: bool
@@ -216,6 +219,10 @@ class LossWeights(TorchFunctionMode):
 
     def _keep(self, notes: list[_Note], found: Any, is_read: bool) -> None:
         if is_read:
+            for is_order, number in notes:  # what is multiplied by 0 shows nothing
+                is_here = not isinstance(number, Tensor) or is_read_freely(number)
+                if not (is_order or (is_here and number == 0)):
+                    self._count("factor")
             self._note(_Kind.ORDERED, (size for is_order, size in notes if is_order), found)
             self._note(_Kind.SCALING, (number for is_order, number in notes if not is_order), found)
             return
@@ -312,8 +319,7 @@ class PartWeights:
     """
 
     def __init__(self, weighing: Weighing, names: Mapping[int, str] = _NO_NAMES) -> None:
-        self._weighing = weighing
-        self.names = names
+        self._weighing, self.names = weighing, names
         self._examples: list[float] = []
         self._parts: list[LossWeights] = []
         self._ways: set[frozenset[str]] = set()
@@ -379,11 +385,12 @@ class PartWeights:
             for examples, part in zip(self._examples, self._parts, strict=True)
         ]
         rows = [[*map(float, part.scalings)] for part in self._parts]
-        if len({*map(len, rows)}) > 1 or ONE_BY_ONE in proven:
+        if ONE_BY_ONE in proven:
             rows = [row[-1:] for row in rows]
+        is_even = len({*map(len, rows)}) <= 1  # else a part left a term out
         columns = [column for column in zip(*rows, strict=False) if len({*column}) > 1]
         is_sum = self._weighing is Weighing.SUM  # which only one number throughout divides
-        if not all(not is_sum and _is_in_step(each, weights) for each in columns):
+        if not is_even or not all(not is_sum and _is_in_step(each, weights) for each in columns):
             raise OtherPathError(
                 "its parts have other shares of what their loss is divided by than of its weights",
                 set(),

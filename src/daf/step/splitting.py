@@ -37,6 +37,7 @@ class SplitChoice:
 
     ``functions``: those of PyTorch that the proof saw (others are not proven; empty: nothing is).
     ``proof_bytes``: the least budget that has room to prove it, 0 if none is needed or known.
+    ``alike``: which of the batch's tensors had one value for all examples, by place.
     """
 
     cut: BatchCut
@@ -44,6 +45,7 @@ class SplitChoice:
     refusal: str = ""
     functions: frozenset[str] = frozenset()
     proof_bytes: int = 0
+    alike: frozenset[int] = frozenset()
 
 
 class Splitting:
@@ -69,6 +71,11 @@ class Splitting:
         self._batch_dim = batch_dim
         self._proven: dict[Hashable, SplitChoice] = {}
         self._resumed: SplitChoice | None = None
+
+    @property
+    def is_guessed(self) -> bool:
+        """True where nobody has said what of a batch is cut."""
+        return self.split == "auto" and self._batch_dim is None
 
     def cuts(self, batch: Any) -> Iterator[BatchCut]:
         """Yield ways to cut the batch, the likeliest first; raises as ``possible_cuts``."""
@@ -101,14 +108,15 @@ class Splitting:
             return None
         cut = {"dims": list(choice.cut.dims), "least": choice.cut.least}
         told = {"weighing": choice.weighing.value, "refusal": choice.refusal}
-        return cut | told | {"functions": sorted(choice.functions)}
+        return cut | told | {"functions": sorted(choice.functions), "alike": [*choice.alike]}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on from ``state_dict``."""
         if state is not None:
             cut = BatchCut(tuple(state["dims"]), state["least"])
             weighing, functions = Weighing(state["weighing"]), frozenset(state["functions"])
-            self._resumed = SplitChoice(cut, weighing, state["refusal"], functions)
+            alike = frozenset(state.get("alike", ()))
+            self._resumed = SplitChoice(cut, weighing, state["refusal"], functions, alike=alike)
 
 
 def kind_of(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> Hashable:

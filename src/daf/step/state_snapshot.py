@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from daf.core.errors import CommittedStepError
 from daf.memory.process_memory import CPU
-from daf.recompute.python_state import PythonState, Surroundings
+from daf.recompute.python_state import PythonState, Surroundings, is_other_value
 from daf.recompute.random_state import Generators
 from daf.torch_compat.autograd_graph import (
     is_strided,
@@ -81,6 +81,16 @@ class StateSnapshot:
             for key in hooks.keys() - self._hooks.get(id(hooks), set()):
                 if not _is_ours(hooks[key]):
                     del hooks[key]
+
+    def has_changed(self) -> bool:
+        """True if anything that Python keeps is another object since, or a tensor was written."""
+        kept = (self._attributes, self._elsewhere)
+        return any(each.changes() or each.written() for each in kept)
+
+    def has_moved(self) -> bool:
+        """True if a number or tensor that Python keeps has another value since."""
+        kept = (self._attributes, self._elsewhere)
+        return any(each.written() or any(map(is_other_value, each.changes())) for each in kept)
 
     def has_drawn(self) -> bool:
         """True if somebody drew from a generator of its own since."""
@@ -153,11 +163,13 @@ def preserved_state(
 ) -> Iterator[StateSnapshot]:
     """Restore a ``StateSnapshot``, and parameters that forward wrote, at the end; after errors too.
 
-    ``gradients``: set gradients aside as well; the body finds none, and its own are dropped. Hooks
-    on gradients that have been accumulated do not run inside: they may update parameters.
+    ``gradients``: set gradients aside as well, those of other models that ``loss_fn`` names, too;
+    the body finds none, and its own are dropped. Hooks on gradients that have been accumulated do
+    not run inside: they may update parameters.
     """
-    snapshot = StateSnapshot(Surroundings.of(model, loss_fn))
-    kept = [(each, each.grad) for each in model.parameters()] if gradients else []
+    snapshot = StateSnapshot(around := Surroundings.of(model, loss_fn))
+    trained = [*around.parameters, *around.parameters_elsewhere()] if gradients else []
+    kept = [(each, each.grad) for each in trained]
     for parameter, _ in kept:
         parameter.grad = None
     writes = ParameterWrites(model)

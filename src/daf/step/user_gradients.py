@@ -25,8 +25,7 @@ class UserGradients:
     _left: ClassVar[dict[int, tuple[weakref.ref[Tensor], int]]] = {}
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model = model
-        self._optimizer = optimizer
+        self._model, self._optimizer = model, optimizer
         self.elsewhere: list[nn.Parameter] = []
         self._noted: list[Tensor] = []
 
@@ -48,6 +47,8 @@ class UserGradients:
         users = {each: grad for each, grad in found if self._is_users(grad)}
         has_own = bool(users)
         users |= {each: each.grad for each in self.elsewhere if each.grad is not None}
+        # Those that another session's step left are cleared by its next one, with what is added.
+        others = {each for each in elsewhere if each in users and self._is_left(users[each])}
         cleared = [*self.elsewhere, *(each for each, _ in found)]
         del found  # this frame lives as long as the step: it would hold the step before's gradients
         for parameter in cleared:
@@ -56,7 +57,7 @@ class UserGradients:
             yield has_own
             with torch.no_grad():
                 for parameter, grad in users.items():
-                    own = parameter.grad
+                    own = None if parameter in others else parameter.grad
                     parameter.grad = grad if own is None else grad.add_(own)
             if not leaves_to_user:
                 self.note_left()  # an interrupt may come before the update

@@ -23,8 +23,7 @@ class ParameterReads:
     def __init__(self) -> None:
         self._saves: dict[int, list[weakref.ref[object]]] | None = None  # None: nobody asks
         self._watch: ForwardWatch | None = None
-        self._first_sequence_number = 0
-        self._opaque_to_run = 0
+        self._first_sequence_number, self._opaque_to_run = 0, 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -73,8 +72,7 @@ class ParameterReads:
 
     def forget(self) -> None:
         """Forget all readers: the backward pass is over."""
-        self._saves = None
-        self._watch = None
+        self._saves, self._watch = None, None
         self._opaque_to_run = 0
 
     def _has_run(self, *_gradients: Any) -> None:

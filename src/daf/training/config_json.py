@@ -1,7 +1,5 @@
 """What a Hugging Face folder's ``config.json`` describes, with random weights and random inputs."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,7 +45,7 @@ class RandomInputs(Task):
         """Return itself."""
         return self
 
-    def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:
+    def train_batch(self, indices: Indices, generator: "np.random.Generator") -> Batch:
         rows, config, name = len(indices), self._config, self._kind.__name__
         classes = getattr(config.get_text_config(), "vocab_size", 0)
         draw = torch.Generator().manual_seed(int(generator.integers(2**32)))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from daf.core.errors import PlatformError, UnknownNameError
+from daf.core.errors import OptionError, PlatformError, UnknownNameError
 from daf.memory import process_memory
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import memory_on
@@ -75,10 +75,15 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
 
     Raises:
         UnknownNameError: a model, data set, optimizer or memory format is not known.
+        OptionError: a policy or tolerance is asked for without a budget, which plans nothing.
         PlatformError: the device is not available.
         DataError: the data are missing, damaged, or do not fit the model.
     """
     device = checked_device(settings.device)
+    plans = settings.tolerance is not None or (settings.policy and settings.bits is None)
+    if settings.budget is None and plans:
+        asked = f"policy={settings.policy!r} and tolerance={settings.tolerance!r}"
+        raise OptionError(f"asked for {asked} without a budget, so nothing is planned; give one")
     checked_choice("optimizer", settings.optimizer or OPTIMIZERS[0], OPTIMIZERS)
     checked_choice("memory format", settings.memory_format, MEMORY_FORMATS)
     if settings.threads is not None:

@@ -264,7 +264,8 @@ class _Run:
     def _evaluation_is_due(self) -> bool:
         ends_epoch = self._step % self.job.order.steps_per_epoch == 0
         done = bool(self._evaluations) and self._evaluations[-1]["step"] == self._step
-        return self._step > 0 and not done and (ends_epoch or self._step == self._total_steps)
+        has_any = self._step > 0 and self.job.task.test_examples > 0
+        return has_any and not done and (ends_epoch or self._step == self._total_steps)
 
     def _evaluate(self) -> None:
         self.memory.mark("evaluate")
@@ -278,7 +279,7 @@ class _Run:
         self.memory.mark("train")
 
     def _metric(self) -> float | None:
-        """Return the metric over all test examples; None if a signal came first."""
+        """Return the metric over all test examples; None without any, or if a signal came first."""
         total = weight = 0.0
         self.job.optimizer.zero_grad()  # evaluation needs their room; the next step makes its own
         plan, task = self.job.session.plan, self.job.task
@@ -296,7 +297,7 @@ class _Run:
                 total, weight = total + added, weight + added_weight
         finally:
             self.job.model.train()
-        return task.metric(total / weight)
+        return task.metric(total / weight) if weight else None
 
     def _checkpoint(self) -> None:
         if not is_finite(self.job.model.state_dict()):

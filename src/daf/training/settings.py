@@ -107,7 +107,7 @@ class TrainSettings:
         "channels_last", f"Of images and their models: {' or '.join(MEMORY_FORMATS)}."
     )
     threads: int | None = _shared(
-        None, "Compute threads; 1 repeats a run bit for bit.", least=1, most=1024
+        None, "Compute threads; 1 repeats a run, of one plan, bit for bit.", least=1, most=1024
     )
     bits: int | str | None = _shared(
         None,
@@ -214,7 +214,7 @@ class TrainSettings:
         may_change=True,
     )
     memory_interval_ms: float = _train_only(
-        50.0, "How often memory is sampled.", least=1.0, may_change=True
+        50.0, "How often memory is sampled.", least=1.0, most=3.6e6, may_change=True
     )
     history: bool = _train_only(
         False,

@@ -1,7 +1,5 @@
 """What a model is trained on: a data set, and a task that makes its batches and judges outputs."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -62,8 +60,7 @@ class BatchOrder:
         self.batch_size = batch_size
         self.steps_per_epoch = examples // batch_size
         self.left_out_per_epoch = examples % batch_size
-        self._examples = examples
-        self._seed = seed
+        self._examples, self._seed = examples, seed
         self._epoch = -1
         self._permutation: Indices = np.empty(0, np.int64)
 
@@ -81,8 +78,7 @@ class Tally:
     """A count of right answers while the loss is computed, for the live display."""
 
     def __init__(self) -> None:
-        self.right = 0
-        self.answered = 0
+        self.right, self.answered = 0, 0
 
     def add(self, scores: Tensor, targets: Tensor, asked: Tensor | None = None) -> None:
         """Count the rows of ``scores`` [N, classes] that are highest at ``targets`` [N].
@@ -113,12 +109,11 @@ class Task(ABC):
     metric_name: str
 
     def __init__(self, train_examples: int, test_examples: int) -> None:
-        self.train_examples = train_examples
-        self.test_examples = test_examples
+        self.train_examples, self.test_examples = train_examples, test_examples
         self.tally = Tally()
 
     @abstractmethod
-    def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:
+    def train_batch(self, indices: Indices, generator: "np.random.Generator") -> Batch:
         """Return the batch of these training examples, with randomness from ``generator``."""
 
     @abstractmethod

@@ -13,10 +13,7 @@ struct Call {
   const KernelTable& kernels;
   int threads;
 
-  template <class T>
-  T* at(Slot slot) const {
-    return reinterpret_cast<T*>(buffers.at[slot]);
-  }
+  template <class T> T* at(Slot slot) const { return reinterpret_cast<T*>(buffers.at[slot]); }
   Affine affine() const {
     return {given.channels, given.inner, at<const float>(scale), at<const float>(shift)};
   }

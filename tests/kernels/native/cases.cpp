@@ -10,8 +10,7 @@ void read(std::istream& file, void* to, size_t size) {
     throw std::runtime_error("the file of cases is cut off");
 }
 
-template <class Container>
-void read_all(std::istream& file, Container& result) {
+template <class Container> void read_all(std::istream& file, Container& result) {
   uint64_t size;
   read(file, &size, sizeof size);
   result.resize(size);

@@ -81,14 +81,12 @@ class Model {
 };
 
 // A few words spread over the block, its ends included: enough to notice any overlap.
-template <class Visit>
-void each_word_of_the_first(uint64_t bytes, const Held& block, Visit visit) {
+template <class Visit> void each_word_of_the_first(uint64_t bytes, const Held& block, Visit visit) {
   constexpr uint64_t stride = mib / 8;
   for (uint64_t at = 0; at + 16 <= bytes; at += stride) visit(block.pointer + at);
 }
 
-template <class Visit>
-void each_word(const Held& block, Visit visit) {
+template <class Visit> void each_word(const Held& block, Visit visit) {
   each_word_of_the_first(block.bytes, block, visit);
   visit(block.pointer + (block.bytes - 8));
 }
@@ -110,8 +108,7 @@ void check_stamp(const Held& block) {
 class Pause {
  public:
   // Every thread waits here; the last one checks while the others stand still.
-  template <class Check>
-  void wait(Check check) {
+  template <class Check> void wait(Check check) {
     std::unique_lock<std::mutex> lock(mutex_);
     const int round = round_;
     if (++waiting_ == thread_count) {

@@ -26,8 +26,7 @@ void expect(bool condition, const char* what) {
   if (!condition && good.exchange(false)) std::fprintf(stderr, "%s\n", what);
 }
 
-template <class Work>
-void for_each_page(const View& view, Work work) {
+template <class Work> void for_each_page(const View& view, Work work) {
   for (uint64_t run = 0; run < view.runs; ++run)
     for (int plane = 0; plane < view.kept_bits(run); ++plane)
       work(reinterpret_cast<uint8_t*>(view.plane(plane, run)));

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import daf
-from daf.core.errors import DafError, DataError, OptionError, UnitError
+from daf.core.errors import ClosedSessionError, DafError, DataError, OptionError, UnitError
 
 Batch = tuple[Tensor, Tensor]
 DOORS = ("step", "backward", "evaluate", "prepare")
@@ -269,3 +270,47 @@ def test_what_is_no_state_is_one_error_and_changes_nothing(state: Any) -> None:
         with pytest.raises(OptionError, match=r"asked to go on from .*what state_dict"):
             session.load_state_dict(state)
         assert session.state_dict()["seed"] == 3
+
+
+@pytest.mark.parametrize("budget", [None, "8GB"])
+@pytest.mark.parametrize("bits", [2, "4-bit"])
+def test_codes_and_a_tolerance_of_0_exclude_one_another(budget: Any, bits: Any) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(OptionError, match="tolerance of 0, which treats exactly; give one of the"):
+        daf.Session(model, optimizer, budget, bits=bits, tolerance=0)
+    with daf.Session(model, optimizer, budget, bits="exact", tolerance=0) as session:
+        assert session.noise.tolerance == 0.0
+
+
+def test_a_closed_session_is_neither_entered_nor_given_a_budget() -> None:
+    model = nn.Linear(4, 4)
+    session = daf.Session(model, torch.optim.SGD(model.parameters(), 0.1), None)
+    session.close()
+    with pytest.raises(ClosedSessionError):
+        session.budget = "1GB"
+    with pytest.raises(ClosedSessionError), session:
+        raise AssertionError
+    session.close()  # as often as one likes
+
+
+def test_one_compress_is_of_one_thread_at_a_time() -> None:
+    model, found = network(), list[Exception]()
+    door = daf.compress(model, bits="exact")
+
+    def enter() -> None:
+        try:
+            with door:
+                model(batch_of()[0])
+        except OptionError as error:
+            found.append(error)
+
+    with door:
+        other = threading.Thread(target=enter)
+        other.start()
+        other.join()
+        loss = classified(model, batch_of())
+    loss.backward()
+    assert "in two threads at once; make one for each thread" in str(found[0])
+    enter()
+    assert len(found) == 1

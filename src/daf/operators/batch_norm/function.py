@@ -55,8 +55,7 @@ class NormHeld(NormSave):
     ) -> None:
         super().__init__(norm.x, source, result, counted)
         self.geometry, self.epsilon = norm.geometry, norm.epsilon
-        self.mask = mask
-        self.statistics = norm.statistics
+        self.mask, self.statistics = mask, norm.statistics
 
     @property
     def forward(self) -> norms.Channels:

@@ -34,8 +34,7 @@ class ComputedValues(Values):
     treatment = Treatment(Method.KEEP, 32)
 
     def __init__(self, read: Callable[[], Tensor], count: int, forward: Channels) -> None:
-        self._read = read
-        self._forward = forward
+        self._read, self._forward = read, forward
         self.count = count
 
     def _write(self, decoding: Decoding) -> None:
@@ -69,8 +68,7 @@ class NormSave(FusedSave):
         self, x: Tensor, source: Source, result: Stored[Channels] | None, counted: Holding
     ) -> None:
         super().__init__(layout_of(x))
-        self.source = source
-        self.result = result
+        self.source, self.result = source, result
         self._counted = counted
 
     @property

@@ -70,8 +70,7 @@ class ForwardRunner(SessionReadings):
         self._seed = seed
         self._splitting = Splitting(split=False)
         self._splitting.forbidden_because = "its loop keeps its own step"
-        self.unplanned_because = ""
-        self._losses = losses
+        self.unplanned_because, self._losses = "", losses
         self._examples = 1  # of the largest call
         self._version = -1
         self._updates_seen = self._calls_seen = 0

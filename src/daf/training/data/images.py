@@ -1,7 +1,5 @@
 """Images in memory, with a test part, and the task on them that the demo trains."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -45,7 +43,7 @@ class LabelledImages:
 class ImageData:
     """A data set of images, kept as uint8."""
 
-    tasks: ClassVar[dict[Goal, type[ImageTask]]] = {}  # the customary first; modules may add
+    tasks: ClassVar["dict[Goal, type[ImageTask]]"] = {}  # the customary first; modules may add
 
     name: str
     train: LabelledImages
@@ -81,7 +79,7 @@ class ImageData:
             "image_size": self.image_size,
         }
 
-    def at_size(self, image_size: int | None) -> ImageData:
+    def at_size(self, image_size: int | None) -> "ImageData":
         """Return the images enlarged to a multiple of their size; raises DataError for others."""
         if image_size is None:
             return self
@@ -114,7 +112,7 @@ def split_apart(count: int, test_fraction: float) -> tuple[LabelArray, LabelArra
     return np.sort(order[tests:]), np.sort(order[:tests])
 
 
-def crop_and_flip(images: ByteArray, generator: np.random.Generator) -> ByteArray:
+def crop_and_flip(images: ByteArray, generator: "np.random.Generator") -> ByteArray:
     """Shift every image by up to four pixels, padded with zeros, and mirror half of them."""
     count, size = images.shape[:2]
     around = (_CROP_PADDING, _CROP_PADDING)
@@ -168,10 +166,9 @@ class ImageTask(Task):
         super().__init__(len(data.train), len(data.test))
         self.data = data
         self._channels = checked_channels(data, channels)
-        self.memory_format = memory_format
-        self._augment = augment
+        self.memory_format, self._augment = memory_format, augment
 
-    def augmented(self, indices: Indices, generator: np.random.Generator) -> Tensor:
+    def augmented(self, indices: Indices, generator: "np.random.Generator") -> Tensor:
         """Return training images, cropped and flipped if asked for."""
         images = self.data.train.images[indices]
         return self.tensor(crop_and_flip(images, generator) if self._augment else images)
@@ -186,7 +183,7 @@ class Classification(ImageTask):
 
     metric_name = "test_accuracy_percent"
 
-    def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:
+    def train_batch(self, indices: Indices, generator: "np.random.Generator") -> Batch:
         """Return images float32 [N, channels, size, size] and labels int64 [N]."""
         return self.augmented(indices, generator), _labels(self.data.train, indices)
 
