@@ -381,3 +381,23 @@ def test_a_proof_that_cannot_be_renewed_leaves_what_was_proven(
 
     assert steps(mlp(), loss, [labelled() for _ in range(5)]) == [True] * 5
     assert proved == [1, 3]  # the second step that is cut, and the fourth
+
+
+def test_a_pair_of_tensors_of_other_first_dimensions_is_no_list_of_rows() -> None:
+    """Two examples in the second dimension of two tensors: the pair has as many entries."""
+    batch = (torch.arange(10.0).view(5, 2), torch.arange(6.0).view(3, 2))
+    cut = BatchCut((1, 1))
+    one, other = cut.take(batch, 1, 2)
+    assert one.tolist() == [[1.0], [3.0], [5.0], [7.0], [9.0]]
+    assert other.tolist() == [[1.0], [3.0], [5.0]]
+    assert [each.shape for each in cut.pick(batch, [1, 0])] == [(5, 2), (3, 2)]
+
+
+def test_the_user_s_word_stands_for_what_may_hold_rows() -> None:
+    model, batch = mlp(), labelled(deque(FIRST))
+    budget = process_memory.resident_bytes() + 10**9
+    for told in ({"split": True}, {"batch_dim": 0}):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with Session(model, optimizer, budget, tolerance=0, cache=False, **told) as session:  # type: ignore[arg-type]
+            session.prepare(batch, lambda m, b: each(m, b).mean())
+            assert session.split_refusal == ""

@@ -90,8 +90,8 @@ class CutChooser:
             if (found := self._smallest(context, cut)) is None:
                 continue
             choice = self._judged(context, found, budget_bytes)
-            uncut = uncut_rows(context.batch, cut) if context.splitting.is_guessed else ""
-            if uncut and not choice.refusal:
+            is_told = context.splitting.split is True or context.splitting.batch_dim is not None
+            if not (is_told or choice.refusal) and (uncut := uncut_rows(context.batch, cut)):
                 choice = replace(choice, refusal=f"it holds {uncut} as examples, which is not cut")
             if best is None or not choice.refusal:
                 best = choice, found

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from functools import partial
 from itertools import pairwise
 from operator import is_
 from typing import Any, NamedTuple
@@ -62,7 +61,7 @@ class BatchCut:
         """Return examples ``start`` to ``stop``, in the same structure; tensors are views."""
         if self.own is not None:
             return self.own.take(batch, start, stop)
-        cut = _with_rows(batch, self.size(batch), lambda rows: rows[start:stop])
+        cut = self.rows(batch).changed(batch, lambda rows: rows[start:stop])
         return self._mapped(batch, cut, lambda each, dim: each.narrow(dim, start, stop - start))
 
     def pick(self, batch: Any, examples: Sequence[int]) -> Any:
@@ -70,7 +69,7 @@ class BatchCut:
         if self.own is not None:
             return self.own.take(batch, 0, len(examples))
         index = torch.tensor(examples)
-        cut = _with_rows(batch, self.size(batch), partial(_picked, examples))
+        cut = self.rows(batch).changed(batch, lambda rows: _picked(rows, examples))
         return self._mapped(
             batch, cut, lambda each, dim: each.index_select(dim, index.to(each.device))
         )
@@ -78,8 +77,7 @@ class BatchCut:
     def telling(self, batch: Any, count: int) -> list[int]:
         """Return so many examples, among which the sums of labels, masks and lengths differ most.
 
-        The last one is most like the second, of the same class where classes repeat: the first may
-        be one that counts nothing.
+        The last is most like the second, of its class if there are more: the first may not count.
         """
         size, cut = self.size(batch), self._cut(batch)
         if self.own is not None or count >= size:
@@ -107,10 +105,7 @@ class BatchCut:
         return [*[*others][: count - 1], last]
 
     def alike(self, batch: Any, among: Collection[int] | None = None) -> frozenset[int]:
-        """Return which of the tensors that are cut have one value for all examples, by place.
-
-        ``among``: these places alone; None: all.
-        """
+        """Return the places of tensors that are one value for all examples; ``among``: of these."""
         every = enumerate(zip(tensors_in_batch(batch), self.dims, strict=False))
         asked = ((i, each, dim) for i, (each, dim) in every if among is None or i in among)
         return frozenset(i for i, each, dim in asked if dim is not None and _is_alike(each, dim))
@@ -134,10 +129,18 @@ class BatchCut:
             ends = [size * index // count for index in range(count + 1)]
         return [self.take(batch, start, stop) for start, stop in pairwise(ends)]
 
+    def _dims_of(self, batch: Any) -> dict[int, int]:
+        """Return the dimension of each tensor that is cut, by identity."""
+        every = zip(tensors_in_batch(batch), self.dims, strict=False)
+        return {id(each): dim for each, dim in every if dim is not None}
+
+    def rows(self, batch: Any) -> "Rows":
+        """Return what tells rows of examples in a batch, or in what is left of it."""
+        return Rows(self.size(batch), frozenset(self._dims_of(batch)))
+
     def _mapped(self, batch: Any, rows: Any, change: Callable[[Tensor, int], Tensor]) -> Any:
         """Return ``rows``, in which some of the batch's tensors are left, with these changed."""
-        every = zip(tensors_in_batch(batch), self.dims, strict=False)
-        dims = {id(each): dim for each, dim in every if dim is not None}
+        dims = self._dims_of(batch)
 
         def cut(tensor: Tensor) -> Tensor:
             dim = dims.get(id(tensor))
@@ -151,9 +154,8 @@ _ROWS = (list, tuple, np.ndarray)
 
 
 def _is_alike(tensor: Tensor, dim: int) -> bool:
-    rows = (tensor.narrow(dim, i, 1) for i in range(tensor.shape[dim]))
-    first = next(rows, None)
-    return first is not None and all(torch.equal(first, each) for each in rows)
+    first, *others = tensor.unbind(dim)
+    return all(torch.equal(first, each) for each in others)
 
 
 def _distances(rows: Tensor, one: Tensor, beyond: float) -> Tensor:
@@ -164,51 +166,58 @@ def _distances(rows: Tensor, one: Tensor, beyond: float) -> Tensor:
     return torch.cat([near, near.new_full((len(rows) - len(near),), beyond)])
 
 
-def _with_rows(batch: Any, size: int, change: Callable[[Any], Any]) -> Any:
-    """Return the batch with ``change`` of what holds a row for each of ``size`` examples."""
-    return map_nest(_ROWS, partial(_cut_rows, size, change), batch)  # type: ignore[arg-type]
+class Rows(NamedTuple):
+    """How rows are known: there are ``size``, and none of the tensors that are ``cut`` in them."""
+
+    size: int
+    cut: frozenset[int]  # identities
+
+    def are(self, found: Any) -> bool:
+        """True for a list, tuple or array with a row for each example."""
+        if isinstance(found, np.ndarray):
+            return bool(found.ndim) and len(found) == self.size
+        return type(found) in _ROWS and len(found) == self.size and not any(self.whole(found))
+
+    def whole(self, nest: Any) -> list[bool]:
+        """Return for each tensor in a nest if all examples are in it."""
+        every = tensors_in_batch(nest)
+        return [id(each) in self.cut or _length(each) == self.size for each in every]
+
+    def changed(self, nest: Any, change: Callable[[Any], Any]) -> Any:
+        """Return the nest with ``change`` of what holds a row for each example."""
+
+        def cut(rows: Any) -> Any:
+            if self.are(rows) or isinstance(rows, np.ndarray):
+                return change(rows) if self.are(rows) else rows
+            items = [self.changed(each, change) for each in rows]
+            if all(map(is_, items, rows)):
+                return rows
+            return rows._make(items) if hasattr(rows, "_make") else type(rows)(items)
+
+        return map_nest(_ROWS, cut, nest)  # type: ignore[arg-type]
 
 
-def _cut_rows(size: int, change: Callable[[Any], Any], rows: Any) -> Any:
-    if isinstance(rows, np.ndarray):
-        return change(rows) if rows.ndim and len(rows) == size else rows
-    if type(rows) in _ROWS and len(rows) == size and not _has_length(size, rows):
-        return change(rows)
-    items = [_with_rows(each, size, change) for each in rows]
-    if all(map(is_, items, rows)):
-        return rows
-    return rows._make(items) if hasattr(rows, "_make") else type(rows)(items)
-
-
-def _picked(examples: Sequence[int], rows: Any) -> Any:
-    if isinstance(rows, np.ndarray):
-        return rows[list(examples)]
-    return type(rows)(rows[each] for each in examples)
-
-
-def _has_length(size: int, nest: Any) -> bool:
-    return any(_length(each) == size for each in tensors_in_batch(nest))
+def _picked(rows: Any, examples: Sequence[int]) -> Any:
+    is_array = isinstance(rows, np.ndarray)
+    return rows[[*examples]] if is_array else type(rows)(rows[each] for each in examples)
 
 
 def uncut_rows(batch: Any, cut: BatchCut) -> str:
     """Return in words what has as many entries as there are examples and is not cut, or ""."""
-    if cut.own is not None:
-        return ""
-    every = zip(tensors_in_batch(batch), cut.dims, strict=False)
-    found = _uncut(batch, cut.size(batch), {id(each) for each, dim in every if dim is not None})
+    found = _uncut(batch, cut.rows(batch)) if cut.own is None else ()
     return next((f"a {type(each).__name__} with as many entries" for each in found), "")
 
 
-def _uncut(value: Any, size: int, known: set[int]) -> list[Any]:
-    if isinstance(value, (Tensor, np.ndarray)):  # by its first dimension it was tried both ways
-        is_cut = id(value) in known or value.shape[:1] == (size,)
-        return [value] if size in value.shape and not is_cut else []
+def _uncut(value: Any, own: Rows) -> list[Any]:
+    size = own.size
     parts: Any = ()
+    if isinstance(value, (Tensor, np.ndarray)):  # by its first dimension it was tried both ways
+        is_cut = id(value) in own.cut or value.shape[:1] == (size,)
+        return [value] if size in value.shape and not is_cut else []
     if type(value) in _ROWS and len(value) == size:
-        lengths = {_length(each) == size for each in tensors_in_batch(value)}
-        if len(lengths) > 1:
+        if len(whole := {*own.whole(value)}) > 1:
             return [value]
-        parts = value if lengths == {True} else ()
+        parts = value if whole == {True} else ()
     elif isinstance(value, (list, tuple)):
         parts = value
     elif isinstance(value, Mapping) and value.keys() != {*range(size)}:
@@ -219,7 +228,7 @@ def _uncut(value: Any, size: int, known: set[int]) -> list[Any]:
         inside = [value] if hasattr(value, "__len__") else getattr(value, "__dict__", {}).values()
         sized = (each for each in inside if hasattr(each, "__len__") and type(each) is not str)
         return [each for each in sized if size in getattr(each, "shape", (len(each),))]
-    return [found for each in parts for found in _uncut(each, size, known)]
+    return [found for each in parts for found in _uncut(each, own)]
 
 
 def possible_cuts(batch: Any, batch_dim: BatchDim = None) -> Iterator[BatchCut]:

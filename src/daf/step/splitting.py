@@ -68,21 +68,16 @@ class Splitting:
             )
         self.split = split
         self.forbidden_because = FORBIDDEN  # where ``split`` is False
-        self._batch_dim = batch_dim
+        self.batch_dim = batch_dim
         self._proven: dict[Hashable, SplitChoice] = {}
         self._resumed: SplitChoice | None = None
-
-    @property
-    def is_guessed(self) -> bool:
-        """True where nobody has said what of a batch is cut."""
-        return self.split == "auto" and self._batch_dim is None
 
     def cuts(self, batch: Any) -> Iterator[BatchCut]:
         """Yield ways to cut the batch, the likeliest first; raises as ``possible_cuts``."""
         if isinstance(self.split, BatchSplit):
             yield BatchCut(own=self.split)
         else:
-            yield from possible_cuts(batch, self._batch_dim)
+            yield from possible_cuts(batch, self.batch_dim)
 
     def choice(self, kind: Hashable, batch: Any) -> SplitChoice:
         """Return what was proven for this kind; else a cut to measure with, never to train."""
