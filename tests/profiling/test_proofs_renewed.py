@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import array
 import math
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,8 @@ from torch import Tensor, nn
 
 from daf import Session
 from daf.memory import process_memory
+from daf.memory.glibc import return_free_memory
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.profiling.split_choice import CutChooser, examples_of
 from daf.profiling.split_proof import LEAST_PROVEN, SplitProof
 from daf.session.step_profiles import StepProfiles
@@ -401,3 +406,37 @@ def test_the_user_s_word_stands_for_what_may_hold_rows() -> None:
         with Session(model, optimizer, budget, tolerance=0, cache=False, **told) as session:  # type: ignore[arg-type]
             session.prepare(batch, lambda m, b: each(m, b).mean())
             assert session.split_refusal == ""
+
+
+def renew_beside_gradients() -> None:
+    """Beside the gradients that a step left there is no room for others of a large layer."""
+    model = nn.Sequential(nn.Linear(6, 4096), nn.Tanh(), nn.Linear(4096, 4096))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01), labelled()
+    budget = process_memory.resident_bytes() + 10**9
+    with Session(model, optimizer, budget, tolerance=0, cache=False) as session:
+        session.plan = replace(session.prepare(batch, loss), micro_batch=CUT)
+        session.step(batch, loss)
+        session._keeper.flush()
+        return_free_memory()
+        session.budget = process_memory.resident_bytes() + 30 * 10**6
+        plan, context = session.plan, session._context(batch, loss)
+        assert plan is not None
+        process_memory.reset_peak()
+        running = replace(plan, micro_batch=CUT)
+        assert session._plan_controller._renewed(context, running) is running
+        assert session._plan_controller.cut_steps == 2
+        assert process_memory.peak_bytes() <= (session.budget_bytes or 0)
+        assert session.split_refusal == ""
+
+
+@pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
+def test_a_proof_is_renewed_within_the_budget_or_not_at_all() -> None:
+    """In a process of its own, which has no free memory to hide in."""
+    code = "from tests.profiling import test_proofs_renewed as own; own.renew_beside_gradients()"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

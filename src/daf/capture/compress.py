@@ -96,9 +96,7 @@ class compress(Uncopied):  # noqa: N801 - used as a statement, like torch.no_gra
 
     def __enter__(self) -> Self:
         if self._open and self._thread != get_ident():
-            raise OptionError(
-                "asked to enter one daf.compress in two threads at once; make one for each thread"
-            )
+            raise OptionError("asked to enter a daf.compress in two threads; make one for each")
         self._thread = get_ident()
         step_index = mix_key(self._entries, sum(map(version_of, self._model.parameters())))
         if self._recycling is not None:

@@ -182,7 +182,7 @@ class Profiler:
     def prove_cut(self, context: StepContext, budget_bytes: float) -> None:
         """Make the context's choice of how its batch is cut, and measure nothing else."""
         with preserved_state(self.model, context.loss_fn, gradients=True) as begun:
-            self._ample_bytes = budget_bytes
+            self._bound_bytes = self._ample_bytes = budget_bytes
             self._choose_cut(context, begun, budget_bytes)
 
     def _choose_cut(

@@ -172,7 +172,6 @@ class CutChooser:
     def _room(
         self, found: Observation, sizes: Sequence[int], budget_bytes: float
     ) -> tuple[int | None, bool]:
-        """Return the first of the sizes with room, the last one's most exactly; and if tersely."""
         for is_terse, saved_bytes in ((False, found.plain_bytes), (True, terse_bytes(found))):
             for examples in sizes:
                 amply = examples + (examples != sizes[-1])

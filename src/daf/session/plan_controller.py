@@ -278,11 +278,9 @@ class PlanController(Resumable):
             self.step_profiles.prove_cut(context, self.budget_bytes)
 
     def _renewed(self, context: StepContext, plan: Plan) -> Plan:
-        """Return the plan once the cut was proven again, where that is due.
+        """Return the plan once the cut was proven again, in each step that doubles those cut.
 
-        What a proof saw grows old: weights move, a term that was flat, or 0, begins to act, and
-        examples that were all alike differ. It is due in the second step that is cut, and in every
-        one that doubles their number.
+        Weights move, a term that was flat or 0 begins to act, examples that were alike differ.
         """
         known = context.choice
         if not known.functions or known.refusal or plan.micro_batch >= context.info.examples:

@@ -7,7 +7,7 @@ import gc
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from daf.profiling.growth import Growth, grown
 from daf.profiling.model_memory import gradient_bytes
 from daf.profiling.profiler import Profiler
 from daf.step.context import BatchInfo, StepContext
+from daf.step.splitting import NO_ROOM_TO_PROVE
 
 # A measured small step needs the gradients and about as much again in workspaces and activations.
 ROOM_TO_MEASURE = 4
@@ -102,7 +103,10 @@ class StepProfiles:
     def prove_cut(self, context: StepContext, budget_bytes: int | None) -> None:
         """Prove how a batch is cut: for a plan of the user's, or a step that computes otherwise."""
         profiler = self.make_profiler()
-        profiler.prove_cut(context, math.inf if budget_bytes is None else budget_bytes)
+        try:
+            profiler.prove_cut(context, math.inf if budget_bytes is None else budget_bytes)
+        except BudgetError:  # not even the smallest step has room beside what is held
+            context.choose(replace(context.choice, refusal=NO_ROOM_TO_PROVE), is_final=False)
         self.proof_ms += profiler.proof_ms
 
 
