@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf import Session
+from daf.core.errors import OtherPathError
 from daf.memory import process_memory
 from daf.memory.glibc import return_free_memory
 from daf.memory.recycling_allocator import unsupported_reason
@@ -27,6 +29,8 @@ from daf.profiling.split_proof import LEAST_PROVEN, SplitProof
 from daf.session.step_profiles import StepProfiles
 from daf.step.batch_cut import BatchCut, uncut_rows
 from daf.step.context import StepContext
+from daf.step.loss_weights import LossWeights, PartWeights, Weighing
+from daf.step.microbatch import read_loss
 from daf.step.splitting import NO_ROOM_TO_PROVE, SplitChoice
 
 EXAMPLES, CUT = 16, 4
@@ -355,13 +359,16 @@ def test_hooks_on_parameters_see_the_whole_gradient() -> None:
         parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     budget = process_memory.resident_bytes() + 10**9
 
+    scale = 1e-6  # the hooks do nothing at first, in the proof too
+
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        return 50 * F.cross_entropy(model(batch[0]), batch[1])
+        return scale * F.cross_entropy(model(batch[0]), batch[1])
 
     with Session(model, torch.optim.SGD(model.parameters(), lr=0.0), budget, tolerance=0) as s:
         s.plan = replace(s.prepare(batch, loss), micro_batch=CUT)
-        report = s.step(batch, loss)
-    assert report.micro_batch == EXAMPLES
+        assert s.step(batch, loss).micro_batch == EXAMPLES
+        scale = 50.0
+        assert s.step(batch, loss).micro_batch == EXAMPLES
     largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
     assert largest == pytest.approx(0.01)
 
@@ -440,3 +447,20 @@ def test_a_proof_is_renewed_within_the_budget_or_not_at_all() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("has_both", [True, False])
+def test_parts_that_divide_by_as_many_numbers_alone_add_up(has_both: bool) -> None:
+    """A part without a value leaves its mean out, and with it the number that it is over."""
+    model, weights = mlp(), PartWeights(Weighing.EXAMPLES)
+    for index in range(2):
+        x, labels = labelled()
+        with LossWeights(EXAMPLES) as operators:
+            out = model(x)
+            loss = out.square().sum() / EXAMPLES
+            if has_both or not index:
+                loss = loss + F.mse_loss(out[:, 0], labels.float())
+        operators.leave_out_beside(loss)
+        weights.weighed(read_loss(loss, EXAMPLES), operators)
+    with nullcontext() if has_both else pytest.raises(OtherPathError, match="other shares"):
+        weights.check_scalings()
