@@ -97,7 +97,7 @@ def test_gradients_without_an_activation_lack_what_it_adds(bits: str) -> None:
     assert not all(zero)
 
 
-def test_a_session_by_the_published_policy_evicts_whole_activations_and_grows_by_steps() -> None:
+def test_a_session_evicts_whole_activations_from_a_pool_that_grows_by_steps() -> None:
     model, images, _ = _network()
     labels = torch.arange(512) % 8
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -220,8 +220,8 @@ class PagedStore:
 def make_store(asked: PoolOptions | str | int | None = None) -> Store:
     """Return the paged pool; plain buffers where addresses are short and nothing was asked for.
 
-    KernelError: the cap is invalid; PoolFullError: it was asked for, and the system grants no
-    addresses.
+    UnitError: a size cannot be read; OptionError: as ``PoolOptions``; PoolFullError: something was
+    asked for, and the system grants no addresses.
     """
     options = PoolOptions.of(asked)
     if options == PoolOptions() and soft_limit_bytes("RLIMIT_AS") is not None:

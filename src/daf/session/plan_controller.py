@@ -291,9 +291,7 @@ class PlanController(Resumable):
             return plan
         self._prove(context)
         found = context.choice
-        if found.refusal and not is_apart(
-            found.refusal
-        ):  # no room for a proof, or it shows nothing
+        if found.refusal and not is_apart(found.refusal):  # no room, or it shows nothing
             context.choose(known)
             return plan
         both = {found.weighing, known.weighing}

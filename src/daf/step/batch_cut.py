@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from daf.core.errors import DataError
+from daf.kernels.devices import is_read_freely
 from daf.torch_compat.autograd_graph import is_strided
 from daf.torch_compat.pytree import map_nest, tensors_in_batch
 
@@ -108,7 +109,8 @@ class BatchCut:
         """Return the places of tensors that are one value for all examples; ``among``: of these."""
         every = enumerate(zip(tensors_in_batch(batch), self.dims, strict=False))
         asked = ((i, each, dim) for i, (each, dim) in every if among is None or i in among)
-        return frozenset(i for i, each, dim in asked if dim is not None and _is_alike(each, dim))
+        read = (found for found in asked if is_read_freely(found[1]))  # no step waits for a device
+        return frozenset(i for i, each, dim in read if dim is not None and _is_alike(each, dim))
 
     def _cut(self, batch: Any) -> list[tuple[Tensor, int]]:
         """Return the tensors that are cut, and where; labels, which usually come last, first."""
