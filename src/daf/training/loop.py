@@ -297,6 +297,7 @@ class _Run:
                 total, weight = total + added, weight + added_weight
         finally:
             self.job.model.train()
+        task.test_examples *= bool(weight)  # where none counts, none is asked again
         return task.metric(total / weight) if weight else None
 
     def _checkpoint(self) -> None:
