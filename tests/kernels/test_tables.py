@@ -8,6 +8,7 @@ import math
 import daf._native as _native
 import numpy as np
 import pytest
+from reference.lloyd_max import lloyd_max
 from scipy import integrate, stats
 
 from daf.core import code_tables
@@ -38,10 +39,18 @@ def code_of(coefficient: int, bits: int) -> int:
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_walking_the_thresholds_counts_those_not_above(bits: int) -> None:
     unit = code_tables.INTEGER_LENGTH * code_tables.COEFFICIENT_MULTIPLIER / 2**16
-    positive = [round(unit * threshold) for threshold in code_tables.lloyd_max(bits)[0]]
+    positive = [round(unit * threshold) for threshold in lloyd_max(bits)[0]]
     ascending = sorted([0, *positive, *(-value for value in positive)])
     for coefficient in range(-128, 128):
         assert code_of(coefficient, bits) == sum(value <= coefficient for value in ascending)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_thresholds_are_those_of_the_best_quantizer(bits: int) -> None:
+    unit = code_tables.INTEGER_LENGTH * code_tables.COEFFICIENT_MULTIPLIER / 2**16
+    best = [math.ceil(round(unit * each) * 2**16 / 1704) for each in lloyd_max(bits)[0]]
+    assert code_tables.rotated_magnitudes(bits)[: len(best)].tolist() == best
+    assert set(code_tables.rotated_magnitudes(bits)[len(best) : 8]) <= {0}
 
 
 @pytest.mark.parametrize(("bits", "kept"), PAIRS)
@@ -70,7 +79,7 @@ def test_errors_and_gains_are_those_of_a_gaussian(bits: int, kept: int) -> None:
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_integers_cost_next_to_nothing(bits: int) -> None:
     """Against Lloyd-Max in real numbers: D / (1 - D)."""
-    thresholds, levels = code_tables.lloyd_max(bits)
+    thresholds, levels = lloyd_max(bits)
     edges = [0.0, *thresholds, math.inf]
     explained = sum(
         2 * level**2 * (stats.norm.cdf(high) - stats.norm.cdf(low))

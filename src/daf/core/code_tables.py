@@ -18,35 +18,14 @@ def _density(x: float) -> float:
     return math.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
 
 
+@cache
 def _mass(low: float, high: float) -> float:
     return 0.5 * (math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2)))
 
 
+@cache
 def _centroid(low: float, high: float) -> float:
     return (_density(low) - _density(high)) / _mass(low, high)
-
-
-@cache
-def lloyd_max(bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return thresholds and levels of the best ``2**bits``-level quantizer of the unit Gaussian.
-
-    The positive halves, ascending: ``2**(bits-1) - 1`` thresholds and ``2**(bits-1)`` levels.
-    Iterates Lloyd's conditions (levels are centroids, thresholds midpoints): S. Lloyd, "Least
-    squares quantization in PCM", 1982.
-    """
-    half = 2 ** (bits - 1)
-    levels = [(index + 0.5) * 3.0 / half for index in range(half)]
-    while True:
-        edges = _edges(levels)
-        updated = [_centroid(low, high) for low, high in pairwise(edges)]
-        change = max(abs(new - old) for new, old in zip(updated, levels, strict=True))
-        levels = updated
-        if change < 1e-14:
-            return tuple(_edges(levels)[1:-1]), tuple(levels)
-
-
-def _edges(levels: list[float]) -> list[float]:
-    return [0.0, *(0.5 * (low + high) for low, high in pairwise(levels)), math.inf]
 
 
 # Arithmetic of the `rotated` codec on integers: docs/format.md, section 4.
@@ -56,18 +35,17 @@ BETWEEN_ROUNDS_SHIFT = 4
 PEAKED_FACTOR = 16  # 256 over the least kurtosis of a block that has two rounds
 COEFFICIENT_MULTIPLIER = 1704
 _COEFFICIENT_UNIT = INTEGER_LENGTH * COEFFICIENT_MULTIPLIER / 2**16  # to a standard deviation
+# By bits: the positive thresholds, in this unit, of the best quantizer of the unit Gaussian
+# (S. Lloyd, "Least squares quantization in PCM", 1982), as a test computes them.
+_THRESHOLDS = {1: (), 2: (51,), 3: (26, 55, 91), 4: (13, 27, 42, 57, 75, 96, 125)}
 _GREATEST_LEVELS = range(64, 128)
 _TABLE_CELLS = 16
 
 
 @cache
-def _integer_thresholds(bits: int) -> tuple[int, ...]:
-    return tuple(round(_COEFFICIENT_UNIT * threshold) for threshold in lloyd_max(bits)[0])
-
-
 def _merged_cells(bits: int, kept_bits: int) -> list[tuple[float, float]]:
     """Return the positive cells (in standard deviations) of the first ``kept_bits`` planes."""
-    edges = [0.0, *(threshold / _COEFFICIENT_UNIT for threshold in _integer_thresholds(bits))]
+    edges = [0.0, *(threshold / _COEFFICIENT_UNIT for threshold in _THRESHOLDS[bits])]
     return list(pairwise([*edges[:: 2 ** (bits - kept_bits)], math.inf]))
 
 
@@ -108,7 +86,7 @@ def rotated_thresholds(bits: int) -> Bytes:
     to coefficients whose first s bits make the cell c; those strictly above it set the bit. Row 0
     is constant; entries of cells that no code has are 0.
     """
-    positive = _integer_thresholds(bits)
+    positive = _THRESHOLDS[bits]
     ascending = [-value for value in reversed(positive)] + [0, *positive]
     table = np.zeros((bits, _TABLE_CELLS), np.int8)
     for step in range(bits):
@@ -127,7 +105,7 @@ def rotated_magnitudes(bits: int) -> Floats:
     For code with a rotated integer r, not its coefficient: the positive cell's number is how many
     ascending thresholds are at most abs(r), for both signs: no multiple of the unit is an integer.
     """
-    units = [threshold * 2**16 / COEFFICIENT_MULTIPLIER for threshold in _integer_thresholds(bits)]
+    units = [threshold * 2**16 / COEFFICIENT_MULTIPLIER for threshold in _THRESHOLDS[bits]]
     table = np.zeros(16, np.float32)
     table[: len(units)] = np.ceil(units)
     levels = _positive_levels(bits, bits)
