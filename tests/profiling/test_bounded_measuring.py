@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import daf
+from daf.core import garbage
 from daf.memory import glibc, process_memory
 from daf.profiling import profiler
 from daf.step.microbatch import WeightedLoss
@@ -212,3 +214,48 @@ def test_a_step_that_is_measured_again_holds_nothing_of_the_first(
     assert len(alive) >= 3
     assert len(losses) >= 3
     assert not any(alive)
+
+
+class Left:
+    """Garbage of others: a cycle that holds a tensor."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.held, self.itself = torch.ones(nbytes, dtype=torch.uint8), self
+
+
+@pytest.fixture
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a program that has not told Python what lives for good; nor does Python look itself."""
+    was_frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    gc.disable()
+    monkeypatch.setattr(garbage._Frozen, "by_program", False)
+    yield
+    gc.enable()
+    if was_frozen:
+        gc.freeze()
+
+
+@needs_peak
+@pytest.mark.usefixtures("nothing_frozen")
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_what_others_left_is_freed_where_the_budget_needs_it(*, is_tight: bool) -> None:
+    """A look at all there is takes as long as the measuring of a small network."""
+    model, batch = convolutions(), torch.randn(64, 3, 48, 48)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    loss_of(model, batch[:8]).backward()
+    optimizer.zero_grad()
+    cycle = Left(2**27)
+    gc.collect()
+    glibc.return_free_memory()
+    left = weakref.ref(cycle)
+    del cycle
+    budget = process_memory.resident_bytes() + (20 if is_tight else 800) * 2**20
+    with daf.Session(model, optimizer, budget) as session:
+        session.step(batch, loss_of)
+        assert session.peak_bytes <= budget
+    assert (left() is None) == is_tight

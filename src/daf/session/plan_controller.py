@@ -94,7 +94,8 @@ class PlanController(Resumable):
         self.planned_budget_bytes = budget_bytes
         self.keeper.open()
         try:
-            self.step_profiles.refuse_without_room(budget_bytes, self.resident_bytes())
+            self.keeper.least_code_bytes = code_bytes(budget_bytes)
+            self.step_profiles.refuse_without_room(budget_bytes, self.resident_bytes)
             profiles = self._measured(context, on_progress, budget_bytes)
             try:
                 plan = self._begun(context, profiles, budget_bytes)

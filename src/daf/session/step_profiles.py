@@ -35,6 +35,7 @@ ROOM_TO_MEASURE = 4
 MOST_RATIO = 1.6
 # Plans are made for examples a little larger than the one at hand, so that few are made.
 AHEAD = 1.1
+MOST_LEFT_BYTES = 2**20  # by others as garbage, beside which a step was measured
 
 
 @dataclass(eq=False)
@@ -52,20 +53,23 @@ class StepProfiles:
     proof_ms: float = 0.0
     measured: int = 0  # how often
 
-    def refuse_without_room(self, budget_bytes: int, resident_bytes: int) -> None:
+    def refuse_without_room(self, budget_bytes: int, resident_bytes: Callable[[], int]) -> None:
         """Refuse a hopeless budget where the machine has no room to measure what it would need.
 
         BudgetError: what is held with the gradients alone exceeds the budget.
         """
         gradients = gradient_bytes(self.model)
-        least, enough = resident_bytes + gradients, ROOM_TO_MEASURE * gradients
-        if least > budget_bytes and room_bytes(self.memory) < enough:
+        enough = ROOM_TO_MEASURE * gradients
+        if room_bytes(self.memory) >= enough:  # which is known sooner than what is held
+            return
+        held = resident_bytes()
+        if (least := held + gradients) > budget_bytes:
             raise BudgetError(
                 f"asked for a budget of {format_bytes(budget_bytes)}; {self.memory.name} with its "
                 f"model and gradients alone takes {format_bytes(least)}, before any batch, and "
                 "there is no room here to measure more; try a budget well above that, or a "
                 "smaller model",
-                resident_bytes + enough + MARGIN_BYTES,
+                held + enough + MARGIN_BYTES,
             )
 
     def measure(
@@ -77,13 +81,19 @@ class StepProfiles:
         with them every bit. So does a step that fails with fused ones (second derivatives, say).
         The batch's first examples are used.
         """
-        self.fusion_refusal, self.measured = "", self.measured + 1
+        own, self.fusion_refusal, self.measured = None, "", self.measured + 1
         # Fused operators read codes, which need kernels where the model is.
         can_fuse = can_fuse and self.may_fuse and can_code_on(device_of(self.model))
         profiled = partial(self.profile, context, budget_bytes, on_progress=on_progress)
-        gc.collect()  # what others left would be freed meanwhile, and seem not to be needed
+        ways = (False, True) if can_fuse and budget_bytes else ()
+        with newer_garbage_collected(), suppress(BudgetError):
+            own = profiled(is_bounded=True) if ways else None
+            if own is not None and planner.kept_parts_fit(own, budget_bytes):
+                return Profiles(own)
+        left_bytes = self._bytes_left_by_others()
         with newer_garbage_collected():
-            own = _own(profiled, (False, True) if can_fuse and budget_bytes else ())
+            if own is None or left_bytes > MOST_LEFT_BYTES:
+                own = _own(profiled, ways[left_bytes <= MOST_LEFT_BYTES :])
             if own.is_fused or not can_fuse or planner.kept_parts_fit(own, budget_bytes):
                 return Profiles(own)
             try:
@@ -92,6 +102,13 @@ class StepProfiles:
                 self.fusion_refusal = f"a small step failed with fused operators: {error}"
                 return Profiles(own)
             return Profiles(own, found if found.gains_by_fusing else None)
+
+    def _bytes_left_by_others(self) -> int:
+        """Free all garbage, which takes a tenth of a second; return how many bytes it held."""
+        before_bytes = self.memory.held_bytes()
+        gc.collect()
+        self.make_profiler().keeper.flush()
+        return before_bytes - self.memory.held_bytes()
 
     def profile(self, *arguments: Any, **options: Any) -> Profile:
         """Return one profile; the arguments are those of ``Profiler.profile``."""
