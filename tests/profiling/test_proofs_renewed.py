@@ -26,12 +26,14 @@ from daf.memory.glibc import return_free_memory
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.profiling.split_choice import CutChooser, examples_of
 from daf.profiling.split_proof import LEAST_PROVEN, SplitProof
+from daf.recompute.python_state import Surroundings
 from daf.session.step_profiles import StepProfiles
 from daf.step.batch_cut import BatchCut, uncut_rows
 from daf.step.context import StepContext
 from daf.step.loss_weights import LossWeights, PartWeights, Weighing
 from daf.step.microbatch import read_loss
 from daf.step.splitting import NO_ROOM_TO_PROVE, SplitChoice
+from daf.step.state_snapshot import StateSnapshot
 
 EXAMPLES, CUT = 16, 4
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -184,7 +186,7 @@ def test_a_proof_takes_three_examples_or_two_pairs() -> None:
         expected=lambda _, examples: 100.0 * examples,
         recover=lambda: None,
         within=lambda _, run: run(),
-        begin_anew=lambda: None,
+        begun=StateSnapshot(Surroundings.of(nn.Linear(1, 1))),
         allow_statistics=False,
     )
     found: Any = SimpleNamespace(examples=1, plain_bytes=0, saved=(), saves=(), treatments=())

@@ -233,11 +233,9 @@ def _set_limit(claim: Claim, other_bytes: int) -> int:
 
 
 def _limit_by_pages(claim: Claim, missing_bytes: int) -> int | None:
-    """Return the limit that the budget leaves now, where it may have risen by so much.
-
-    Blocks that are not written yet are the account's already, and so no other part's. To find
-    them takes ms, so it is asked first what the limit would be if there were none missing.
-    """
+    """Return the limit that the budget leaves now, where it may have risen by so much."""
+    # Blocks that are not written yet are the account's already, and so no other part's. To find
+    # them takes ms, so it is asked first what the limit would be if there were none missing.
     if claim.budget_bytes is None:
         return claim.limit_bytes
     glibc.return_free_memory()

@@ -290,7 +290,7 @@ class Routes:
 
 def processor_rate(treatment: Treatment) -> float:
     """Measure the processor's packing in raw bytes per millisecond, on a made-up tensor."""
-    tensor = torch.linspace(-1.0, 1.0, _PROBE_ELEMENTS)
+    tensor = torch.linspace(-1.0, 1.0, _PROBE_ELEMENTS, dtype=torch.float32)
     taken_ms = []
     for _ in range(2):
         begin_s = time.perf_counter()

@@ -244,10 +244,8 @@ class OptionMaker:
 
 
 def _codes_followed(family: Family, treatments: Mapping[Site, Treatment]) -> frozenset[Site] | None:
-    """Return the sites outside the family whose codes its tensors are computed from; None: none.
-
-    None too where a site also has codes of its own, which would be narrowed to its parents'.
-    """
+    """Return the sites outside the family whose codes its tensors are computed from; None: none."""
+    # None too where a site also has codes of its own, which would be narrowed to its parents'.
     treated = (each for each in family if each.site in treatments)
     coded = [each for each in treated if treatments[each.site].method is not Method.REDERIVE]
     following = [each for each in coded if each.may_follow]

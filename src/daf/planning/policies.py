@@ -237,10 +237,8 @@ _widest = first_that_fits(_quantizing)
 
 
 def _by_importance(ranges: str) -> Strategy:
-    """Return DAF's published strategy: the whole batch coded, widths by importance.
-
-    ``ranges``: its codes of tensors' or channels' ranges; empty: ours.
-    """
+    """Return DAF's published strategy: the whole batch coded, widths by importance."""
+    # ``ranges``: its codes of tensors' or channels' ranges; empty: ours.
 
     def table(problem: Problem) -> Table:
         allowed = problem.allowed

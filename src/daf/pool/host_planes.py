@@ -225,11 +225,9 @@ class HostStore(RecordStore[Record]):
             self._place(record)
 
     def _make_room(self, wanted: Record, reading: int) -> bool:
-        """Free room within the bound for the record read next; True if there is enough.
-
-        Records already read go if they suffice, those above ``reading`` first: codes stay alive
-        where backward runs again (``retain_graph``).
-        """
+        """Free room within the bound for the record read next; True if there is enough."""
+        # Records already read go if they suffice, those above ``reading`` first: codes stay alive
+        # where backward runs again (``retain_graph``).
         excess = self._device_bytes + wanted.nbytes - self.staging_bytes
         if excess <= 0:
             return True

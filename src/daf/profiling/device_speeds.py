@@ -87,7 +87,7 @@ def _probed(
     device: torch.device, elements: int
 ) -> tuple[dict[Method, float], dict[Method, float], float]:
     """Return (encode, decode, copy) on one tensor; no codes' speeds where nothing codes."""
-    tensor = torch.linspace(-1.0, 1.0, elements, device=device)
+    tensor = torch.linspace(-1.0, 1.0, elements, device=device, dtype=torch.float32)
     out = torch.empty_like(tensor)
     encode: dict[Method, float] = {}
     decode: dict[Method, float] = {}

@@ -31,7 +31,7 @@ class GradientSketches(OperatorMode):
         self._of: dict[int, tuple[nn.Parameter, Tensor]] = {}  # sketch and signs, by identity
         for weight in filter(_is_sketched, model.parameters()):
             signs = torch.randint(0, 2, weight.shape[1:], generator=random).mul_(2).sub_(1).float()
-            self._of[id(weight)] = nn.Parameter(torch.zeros(len(weight))), signs
+            self._of[id(weight)] = nn.Parameter(torch.zeros(len(weight)).float()), signs
 
     @property
     def sketches(self) -> list[nn.Parameter]:

@@ -23,7 +23,7 @@ def trial_step(
     constructor takes something else, or the step fails.
     """
     try:
-        trial = _made(optimizer, group, [torch.zeros(elements) for _ in range(count)])
+        trial = _made(optimizer, group, [torch.zeros(elements).float() for _ in range(count)])
         for probe in trial.param_groups[0]["params"]:
             probe.grad = torch.ones_like(probe)
         compiler.step(trial)
@@ -53,7 +53,7 @@ def _moved(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradient: fl
     # A schedule may have begun with a rate of 0, which moves nothing.
     changed = {"lr": 1.0, "differentiable": False}
     try:
-        trial = _made(optimizer, group, [torch.ones(_SHAPE)], **changed)
+        trial = _made(optimizer, group, [torch.ones(_SHAPE, dtype=torch.float32)], **changed)
         (probe,) = trial.param_groups[0]["params"]
         before = probe.detach().clone()
         for _ in range(1 + _WARM_UP_STEPS):
@@ -71,10 +71,8 @@ def _made(
     values: list[torch.Tensor],
     **changed: Any,
 ) -> torch.optim.Optimizer:
-    """Return one of the same class and settings but ``changed``, on parameters of these values.
-
-    Raises TypeError, ValueError or RuntimeError if its constructor takes something else.
-    """
+    """Return one of the same class and settings but ``changed``, on parameters of these values."""
+    # Raises TypeError, ValueError or RuntimeError if its constructor takes something else.
     device = group["params"][0].device
     settings = {name: group[name] for name in optimizer.defaults if name in group}
     settings |= {name: each for name, each in changed.items() if settings.get(name) is not None}

@@ -57,7 +57,7 @@ from daf.step.context import StepContext
 from daf.step.dry_run import EXAMPLES, dry_run
 from daf.step.microbatch import read_loss
 from daf.step.splitting import NOT_PROVEN, SplitChoice
-from daf.step.state_snapshot import StateSnapshot, preserved_state
+from daf.step.state_snapshot import preserved_state
 
 Found = TypeVar("Found")
 
@@ -138,13 +138,13 @@ class Profiler:
         self._operators = StepOperators()
         if own is None:  # what loading and other work has read
             self._beside.drop_code()
-        with preserved_state(self.model, context.loss_fn, gradients=True) as begun:
+        with preserved_state(self.model, context.loss_fn, gradients=True) as self._begun:
             if is_fused:
                 self._operators = StepOperators(context.info.examples, chunk_bytes_on(device))
                 nothing_fits = partial(self._dry_run, context, lambda _: math.inf, budget_bytes)
                 self._bounded(nothing_fits)  # so it takes the fewest examples
             say("the smallest step, and whether parts add up to the batch")
-            self._smallest = None if own else self._choose_cut(context, begun, budget_bytes)
+            self._smallest = None if own else self._choose_cut(context, budget_bytes)
             self._choice, examples = context.choice, context.info.examples
             least = self._choice.cut.least
             expected = self._expectation(context, own)
@@ -181,20 +181,18 @@ class Profiler:
 
     def prove_cut(self, context: StepContext, budget_bytes: float) -> None:
         """Make the context's choice of how its batch is cut, and measure nothing else."""
-        with preserved_state(self.model, context.loss_fn, gradients=True) as begun:
+        with preserved_state(self.model, context.loss_fn, gradients=True) as self._begun:
             self._bound_bytes = self._ample_bytes = budget_bytes
-            self._choose_cut(context, begun, budget_bytes)
+            self._choose_cut(context, budget_bytes)
 
-    def _choose_cut(
-        self, context: StepContext, begun: StateSnapshot, budget_bytes: float
-    ) -> Observation | None:
+    def _choose_cut(self, context: StepContext, budget_bytes: float) -> Observation | None:
         chooser = CutChooser(
             self.model,
             lambda *asked: self._bounded(partial(self._observe, *asked)),
             self._expected,
             self._recover,
             self._within,
-            begun.restore,
+            self._begun,
             allow_statistics=self.allow_split,
             ample_bytes=self._ample_bytes,
         )
@@ -203,10 +201,8 @@ class Profiler:
         return smallest
 
     def _expectation(self, context: StepContext, own: Profile | None) -> Expectation:
-        """Return the expected peak of a step of few examples.
-
-        A batch that is not cut needs none: a job without room for a few has none for all.
-        """
+        """Return the expected peak of a step of few examples."""
+        # A batch that is not cut needs none: a job without room for a few has none for all.
         if own is not None and not context.choice.refusal:
             level = partial(planner.level_peak_bytes, own, level=str(TIGHTEST_BITS))
             return lambda examples: level(examples=examples) + own.passing_bytes_at(examples)
@@ -225,10 +221,8 @@ class Profiler:
     def _observations(
         self, context: StepContext, sizes: Sequence[int], budget_bytes: int, say: Say
     ) -> list[Observation]:
-        """Observe the sizes that fit, the first in any case; if no other does, a smaller one.
-
-        Of one size alone, what every step takes would seem to grow with the batch.
-        """
+        """Observe the sizes that fit, the first in any case; if no other does, a smaller one."""
+        # Of one size alone, what every step takes would seem to grow with the batch.
         seen = self._smallest
         found = [seen] if seen and seen.examples == sizes[0] else []
         for size in sizes[len(found) :]:
@@ -268,10 +262,8 @@ class Profiler:
         return [] if found is None else [found]
 
     def _expected(self, found: Observation, examples: int) -> float:
-        """Return the process's peak as observed steps grow, and a margin.
-
-        Libraries add their own: matrix products of GPT-2's shape took 24 MB per example.
-        """
+        """Return the process's peak as observed steps grow, and a margin."""
+        # Libraries add their own: matrix products of GPT-2's shape took 24 MB per example.
         gradients = model_memory.gradient_bytes(self.model)
         growing = self._growth.peak_bytes(found, examples, gradients)
         return self._beside.resident_bytes() + gradients + growing + MARGIN_BYTES
@@ -307,7 +299,7 @@ class Profiler:
             with step:
                 loss = read_loss(context.loss_fn(self.model, part), examples)
             observer.begin_backward()
-            loss.mean.backward()  # type: ignore[no-untyped-call]
+            self._begun.others.backward(loss.mean)
         observer.found.process_bytes = self.memory.peak_bytes() - before_bytes
         nn.Module.zero_grad(self.model)
         self._settle()
@@ -327,7 +319,8 @@ class Profiler:
 
         def fastest(policy: Policy, size: int) -> float:
             policy = self._operators.of(policy, size)
-            run = partial(timed_ms, self.capture, self.memory, context, policy, size)
+            back = self._begun.others.backward
+            run = partial(timed_ms, self.capture, self.memory, context, policy, size, back)
             found_ms = fastest_ms(run)
             self._settle()
             return found_ms
@@ -347,10 +340,8 @@ class Profiler:
     def _with_recipes(
         self, found: Profile, context: StepContext, observations: list[Observation], budget: int
     ) -> Profile:
-        """Add the recipes that a step finds which recomputes what it can, if they may be needed.
-
-        That is the smallest if none has room: the least budget that is named has recipes, too.
-        """
+        """Add the recipes that a step finds which recomputes what it can, if they may be needed."""
+        # That is the smallest if none has room: the least budget that is named has recipes, too.
         if found.is_fused or planner.kept_peak_bytes(found) <= budget:
             return found
         fitting = self._fitting_kept(observations, budget) or [observations[0].examples]
@@ -358,7 +349,7 @@ class Profiler:
         # What is recomputed runs forward's code, and so reads none.
         size = fitting[0 if observations[0].step_ms >= LONG_MS else -1]
         observe = partial(self._observe, context, size, RECOMPUTING, again=False)
-        with preserved_state(self.model, context.loss_fn, gradients=True):
+        with preserved_state(self.model, context.loss_fn, gradients=True) as self._begun:
             try:
                 recomputing = self._within(room, observe)
             except SavedTensorError:  # the model does something else each time

@@ -131,10 +131,8 @@ def _judged_by_kind(kinds: Mapping[str, Hashable], found: Mapping[str, str]) -> 
 
 
 def _kind(module: nn.Module, known: dict[nn.Module, tuple[Any, ...]]) -> Hashable:
-    """Return what modules share that run the same code: numbers count as something or nothing.
-
-    ``known``: the same of single modules, those that are found here included.
-    """
+    """Return what modules share that run the same code: numbers count as something or nothing."""
+    # ``known``: the same of single modules, those that are found here included.
     for part in module.modules():
         if part not in known:
             options = map(_option, vars(part).items())
@@ -149,11 +147,9 @@ def _option(entry: tuple[str, Any]) -> Hashable:
 
 
 def _candidates(observation: Observation) -> tuple[list[str], list[str]]:
-    """Return the modules that a plan could replay, large ones first; nearly whole models apart.
-
-    Those are all but the root's that save something inside and that nothing speaks against yet.
-    Replay of nearly a whole model holds as much again in backward.
-    """
+    """Return the modules that a plan could replay, large ones first; nearly whole models apart."""
+    # Those are all but the root's that save something inside and that nothing speaks against yet.
+    # Replay of nearly a whole model holds as much again in backward.
     calls = observation.calls
     saving = {save.call for save in observation.saves if save.call != NO_CALL}
     for place in range(len(calls) - 1, -1, -1):  # callers come before what they call

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from daf.capture.capture import Capture
 from daf.core.policy import Policy, coded_policy, policy_for, with_planned_operators
@@ -114,7 +114,12 @@ def _on_lines(
 
 
 def timed_ms(
-    capture: Capture, memory: MemoryDomain, context: StepContext, policy: Policy, examples: int
+    capture: Capture,
+    memory: MemoryDomain,
+    context: StepContext,
+    policy: Policy,
+    examples: int,
+    backward: Callable[[Tensor], None],
 ) -> float:
     """Return the time of a step of so many examples under a policy; no gradient is left."""
     part = context.first(examples)
@@ -122,7 +127,7 @@ def timed_ms(
     start_s = time.perf_counter()
     with capture.step(policy, seed=0, step_index=0, batch=part):
         loss = read_loss(context.loss_fn(capture.model, part), examples)
-    loss.mean.backward()  # type: ignore[no-untyped-call]
+    backward(loss.mean)
     memory.wait()
     passed_ms = 1000.0 * (time.perf_counter() - start_s)
     nn.Module.zero_grad(capture.model)  # as plain code, whatever overrides it

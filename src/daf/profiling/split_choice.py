@@ -21,6 +21,7 @@ from daf.step.context import StepContext
 from daf.step.loss_weights import Weighing
 from daf.step.microbatch import split_refusal
 from daf.step.splitting import NO_ROOM_TO_PROVE, NOT_PROVEN, SplitChoice
+from daf.step.state_snapshot import StateSnapshot
 from daf.torch_compat.modules import AnyBatchNorm
 
 Proven = tuple[Weighing, str]
@@ -30,6 +31,7 @@ LEAST_TIMED = 16  # examples in a batch from which on all proofs take less than 
 EXAMPLES_FOR_EACH = 8  # then, of the batch, for each that a proof takes; else it takes all
 LEAST_WITH_STATISTICS = 2  # examples, where layers take statistics over them
 HOPELESS = 0.9  # of what a step is expected to take: a plan may need less than what was observed
+LEADS_BEYOND = "its graph began before the step, so that only one backward pass goes through it"
 NO_PART_RUNS = "no part of it runs by itself, or no dimension of its tensors is one of examples"
 
 
@@ -59,7 +61,7 @@ class CutChooser:
         expected: the process's peak (bytes) in a step of so many examples, from an observed one.
         recover: frees what a step that failed left.
         within: runs under a budget (bytes); returns None if memory was refused.
-        begin_anew: restores the state in which training begins, which a first pass may change.
+        begun: the state in which training begins, which a first pass may change.
         allow_statistics: the user allows parts to have batch statistics of their own.
         ample_bytes: where a proof fits that by a first step, whose bytes are too many as it reads
             code, no second one is measured.
@@ -70,7 +72,7 @@ class CutChooser:
     expected: Expected
     recover: Callable[[], None]
     within: Callable[[float, Callable[[], Any]], Any]
-    begin_anew: Callable[[], None]
+    begun: StateSnapshot
     allow_statistics: bool
     ample_bytes: float = 0.0
 
@@ -128,6 +130,8 @@ class CutChooser:
 
     def _judged(self, context: StepContext, found: Observation, budget_bytes: float) -> SplitChoice:
         cut, splitting, size = context.choice.cut, context.splitting, context.info.examples
+        if self.begun.others.leads_beyond:
+            return SplitChoice(cut, refusal=LEADS_BEYOND)
         statistics = "" if self.allow_statistics else split_refusal(self.model)
         if splitting.split is False or statistics:
             forbidden = splitting.forbidden_because if splitting.split is False else ""
@@ -148,10 +152,11 @@ class CutChooser:
             refusal = NO_ROOM_TO_PROVE if size >= 2 * cut.least else NOT_PROVEN
             return SplitChoice(cut, refusal=refusal, proof_bytes=room_bytes)
         start_s = time.perf_counter()
-        self.begin_anew()
+        self.begun.restore()
         proof = SplitProof(
             self.model, context.loss_fn, statistics=not self.allow_statistics, is_terse=is_terse
         )
+        proof.others = self.begun.others
         weighing, refusal = self._proven(
             partial(proof.run, context.batch, cut, examples), bound_bytes
         )
@@ -181,9 +186,7 @@ class CutChooser:
         return (sizes[-1] if sizes and is_hopeless else None), True
 
     def _is_hopeless(self, found: Observation, budget_bytes: float) -> bool:
-        """Whether no step fits, as far as one can tell by the smallest.
-
-        Such a budget is refused; what the least would be is still found out, beyond it, on as few
-        examples as show anything.
-        """
+        """Whether no step fits, as far as one can tell by the smallest."""
+        # Such a budget is refused; what the least would be is still found out, beyond it, on as few
+        # examples as show anything.
         return HOPELESS * self.expected(found, found.examples) > budget_bytes

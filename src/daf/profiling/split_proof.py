@@ -26,6 +26,7 @@ from daf.recompute.python_state import Surroundings
 from daf.step.batch_cut import BatchCut
 from daf.step.loss_weights import ONE_BY_ONE, LossWeights, PartWeights, Weighing, parameter_names
 from daf.step.microbatch import LossFunction, WeightedLoss, read_loss, scale_gradients
+from daf.step.other_leaves import OtherLeaves
 from daf.step.state_snapshot import ParameterWrites, StateSnapshot
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.compiler import eagerly
@@ -65,12 +66,14 @@ class SplitProof:
     Args:
         statistics: leave batch statistics out of it.
         is_terse: hold a byte for each saved number; the gradients compared are not the model's.
+
+    What ``others`` reach is as it was once these are put back.
     """
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction, *, statistics: bool, is_terse: bool = False
     ) -> None:
-        self._model, self._loss_fn = model, loss_fn
+        self._model, self._loss_fn, self.others = model, loss_fn, OtherLeaves()
         self._statistics, self.is_terse = statistics, is_terse
         self._snapshot = StateSnapshot(Surroundings.of(model, loss_fn))
         self._dtypes: set[torch.dtype] = set()
@@ -137,10 +140,8 @@ class SplitProof:
         return weighing, found.refusal
 
     def _doubles(self, batch: Any, cut: BatchCut, examples: int) -> bool:
-        """Return whether examples twice have twice the loss: a mean over what counts has not.
-
-        Of few examples one alone may count, so that such a mean is their sum.
-        """
+        """Return whether examples twice have twice the loss: a mean over what counts has not."""
+        # Of few examples one alone may count, so that such a mean is their sum.
         if cut.own is not None:  # by which none can be taken twice
             return True
         found = set()
@@ -170,7 +171,7 @@ class SplitProof:
                 loss = weights.weighed(loss, operators)
                 total = loss.total if loss.is_sum else loss.total * (float(loss.weight) / examples)
                 with backward:
-                    total.backward()  # type: ignore[no-untyped-call]
+                    self.others.backward(total)
             joined, weight = joined + total.item(), weight + float(loss.weight)
         try:
             if has_divisors:
@@ -191,7 +192,7 @@ class SplitProof:
             share = 1.0 / (float(loss.weight) or math.nan) if loss.is_sum else 1.0
             total = loss.total * -share  # backward given a gradient imports SymPy: 35 MB
             with backward:
-                total.backward()  # type: ignore[no-untyped-call]
+                self.others.backward(total)
         refusal = _different_buffer(self._buffers(), written)
         if self._snapshot.has_changed() and not refusal:
             left = StateSnapshot(Surroundings.of(self._model, self._loss_fn))

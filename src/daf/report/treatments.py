@@ -1,57 +1,19 @@
 """The plan in words and colours: saved tensors by module, with treatment and reason; the style."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from daf.core.policy import Method, Need
 from daf.core.units import format_bytes
 from daf.report.runs import Record, Run
 
+_WORDS = json.loads(Path(__file__).with_name("treatments.json").read_text("utf-8"))
 COLOURS: dict[Method, tuple[str, str, str]] = {  # (name, on light, on dark), as in the legend
-    Method.KEEP: ("kept", "#9aa5b1", "#748292"),
-    Method.ROTATED: ("rotated code", "#2a78b8", "#5aa6e6"),
-    Method.MINMAX: ("min-max code", "#0c7d7a", "#3cc2bd"),
-    Method.DERIVATIVE: ("derivative code", "#8a6800", "#dcb53c"),
-    Method.MASK: ("exact mask", "#357a38", "#6cc070"),
-    Method.PACK: ("packed exactly", "#7a9a1f", "#b2cf4f"),
-    Method.REDERIVE: ("derived", "#7d5bbe", "#ab8ce8"),
-    Method.DROP: ("dropped", "#d8b4a0", "#8a6a5a"),
-    Method.REPLAY: ("replayed", "#c2477f", "#ee7fb0"),
-    Method.RECOMPUTE: ("recomputed", "#4b5fa8", "#8fa2ea"),
-    Method.SPILL: ("spilled to disk", "#c2570c", "#f0955a"),
-    Method.RANGED: ("min-max code of wide ranges", "#5a7f8f", "#8fbac9"),
-    Method.REGISTERED: ("registered code", "#8f5a5a", "#c98f8f"),
+    Method(key): (of["name"], of["light"], of["dark"]) for key, of in _WORDS["methods"].items()
 }
-
-_DONE = {
-    Method.KEEP: "kept as PyTorch keeps it",
-    Method.ROTATED: "a rotated code, unbiased",
-    Method.MINMAX: "a min-max code with stochastic rounding",
-    Method.DERIVATIVE: "the derivative's code instead of the input",
-    Method.MASK: "one bit that says all that is read",
-    Method.PACK: "packed without loss",
-    Method.REDERIVE: "held nowhere: backward derives it from what another operator holds",
-    Method.DROP: "dropped: only its shape is kept",
-    Method.REPLAY: "held nowhere: the module's forward pass runs again in backward",
-    Method.RECOMPUTE: "held nowhere: backward runs cheap operations again on what is kept",
-    Method.SPILL: "written to disk and read back in backward",
-    Method.RANGED: "a min-max code of the tensor's or each channel's range, a published baseline",
-    Method.REGISTERED: "the code of a codec that was registered from outside",
-}
-_BECAUSE = {
-    Need.LINEAR: "it enters the gradient once and linearly, so unbiased noise averages out",
-    Need.NORM: "a normalisation's backward reads it twice; the error it makes is small",
-    Need.PRODUCT: "it is multiplied by another activation, so it gets at least 4 bits",
-    Need.SCORE: "attention's weights are computed again from it: 8 bits, or 4 as measured",
-    Need.PROBABILITY: "it is a softmax's output, in which zero must stay zero",
-    Need.SMOOTH: "backward reads only the derivative of a smooth activation",
-    Need.SIGN: "backward reads only the side of a threshold on which each element lies",
-    Need.TWO_VALUED: "it takes two values only",
-    Need.INTEGER: "it holds small integers",
-    Need.INPUT: "a replayed call starts from it",
-    Need.SHAPE: "backward never reads its content",
-    Need.EXACT: "it is too small to be worth a code, or not known to tolerate one",
-}
+STYLES: dict[str, tuple[str, str]] = _WORDS["styles"]  # of data outside the plan: (light, dark)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +90,10 @@ def _choice(line: str) -> tuple[set[str], str]:
 
 def _cell(record: Record, choices: Sequence[str]) -> Cell:
     method, need, site = Method(record["method"]), Need(record["need"]), str(record["site"])
-    reason = f"{_DONE[method]}; {_BECAUSE[need]}"
+    done = _WORDS["methods"][method.value]["done"]
+    reason = f"{done}; {_WORDS['needs'][need.value]}"
     if method is Method.KEEP and need is not Need.EXACT:
-        reason = f"{_DONE[method]}: the plan asks for nothing less here"
+        reason = f"{done}: the plan asks for nothing less here"
     chosen = [why for named, why in map(_choice, choices) if site in named]
     if chosen:
         reason = f"{reason} ({'; '.join(chosen)})"
@@ -143,21 +106,6 @@ def _cell(record: Record, choices: Sequence[str]) -> Cell:
 
 
 INK, QUIET, RULE = "#22303c", "#6d7a86", "#dfe4e8"  # of the PNG; page.css has the page's
-
-STYLES: Mapping[str, tuple[str, str]] = {  # of data outside the plan: (light, dark)
-    **dict.fromkeys(("memory", "measured", "run-0"), ("#2a78b8", "#5aa6e6")),
-    "budget": ("#c0392b", "#ff7b6b"),
-    "predicted": ("#b26a00", "#e9a83f"),
-    "floor": ("#6d7a86", "#93a1ae"),
-    "term": ("#7fa6c9", "#4c7ba5"),
-    "profile": ("#f3ecd9", "#2c2819"),
-    "evaluate": ("#e6edf4", "#1e2a36"),
-    "run-1": ("#c2570c", "#f0955a"),
-    "run-2": ("#1a7f5a", "#4fc496"),
-    "run-3": ("#8b3fa8", "#c98be0"),
-    "run-4": ("#9a7400", "#dcb53c"),
-    "run-5": ("#c2477f", "#ee7fb0"),
-}
 
 
 def style_sheet() -> str:

@@ -126,11 +126,9 @@ def name_saves(result: Any, first_sequence_number: int) -> None:
 
 
 def _name_custom(node: Any) -> None:
-    """Name the saves of an autograd function of DAF's own by its ``daf_needs``, in their order.
-
-    Where it computes otherwise than PyTorch, ``daf_plain_bytes`` of its context are what PyTorch
-    would have made and saved in place of each; None: the same tensor.
-    """
+    """Name the saves of an autograd function of DAF's own by its ``daf_needs``, in their order."""
+    # Where it computes otherwise than PyTorch, ``daf_plain_bytes`` of its context are what PyTorch
+    # would have made and saved in place of each; None: the same tensor.
     if (needs := getattr(getattr(node, "_forward_cls", None), "daf_needs", None)) is None:
         return
     plain = getattr(node, "daf_plain_bytes", (None,) * len(needs))
@@ -158,10 +156,8 @@ def need_of(saved: SavedTensor, is_constant: Callable[[Tensor], bool], operator:
 def _product_need(
     saved: SavedTensor, slots: tuple[str, str], is_constant: Callable[[Tensor], bool], operator: str
 ) -> Need:
-    """Return *linear* beside a constant; *exact* for a constant second factor (a weight's copy).
-
-    Attention's second factors are coded: keys, values of frozen layers before a trained one.
-    """
+    """Return *linear* beside a constant; *exact* for a constant second factor (a weight's copy)."""
+    # Attention's second factors are coded: keys, values of frozen layers before a trained one.
     assert saved.tensor is not None
     is_weight = saved.slot == slots[1] and not saved.tensor.requires_grad
     if is_weight and operator not in _OF_ACTIVATIONS:

@@ -206,10 +206,8 @@ def _masked(recipe: Recipe, mask: Stored[ElementsCode]) -> Recipe | None:
 
 
 def _sum(first: Recipe, second: Recipe) -> Recipe | None:
-    """Chain two recipes; the appended one must have no mask, which would zero both.
-
-    Exact sums need the program's order of additions, so only one term may be appended to them.
-    """
+    """Chain two recipes; the appended one must have no mask, which would zero both."""
+    # Exact sums need the program's order of additions, so only one term may be appended to them.
     if len(first) + len(second) > MOST_TERMS or any(term.derivation for term in first + second):
         return None
     is_exact = any(term.code.content.treatment.method is Method.KEEP for term in first + second)

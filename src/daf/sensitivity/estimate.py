@@ -191,12 +191,10 @@ class _Measurement:
         return {site: SiteSensitivity(value, error, self._priors[site].prior) for site in group}
 
     def _squared_bias(self) -> tuple[float | None, float]:
-        """Return what of all codes' errors does not average out, over the gradient's square.
-
-        Both of the first micro-batch, plain and coded from one random state. The mean of S errors
-        is longer than their bias by their variance / S (squares), which is taken off. None where
-        nothing of so small a batch is coded.
-        """
+        """Return what of all codes' errors does not average out, over the gradient's square."""
+        # Both of the first micro-batch, plain and coded from one random state. The mean of S errors
+        # is longer than their bias by their variance / S (squares), which is taken off. None where
+        # nothing of so small a batch is coded.
         count = self.effort.bias
         if count < 2 or not self._micro_batch_sketches:
             return None, 0.0

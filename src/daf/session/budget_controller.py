@@ -150,10 +150,8 @@ class BudgetController:
         self._tell_others()
 
     def _reading(self) -> Reading:
-        """Return the governor's reading, or the budget of another session if that is lower.
-
-        Every living session's budget bounds the same process, so the least is every session's.
-        """
+        """Return the governor's reading, or the budget of another session if that is lower."""
+        # Every living session's budget bounds the same process, so the least is every session's.
         own = self.governor.reading
         if own.budget_bytes is None:
             return own

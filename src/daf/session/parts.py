@@ -43,7 +43,6 @@ from daf.session.step_runner import StepRetries, StepRunner
 from daf.session.users_updates import UsersUpdates
 from daf.step.gradient import GradientStep
 from daf.step.gradient_release import GradientRelease, ReleaseMode
-from daf.step.user_gradients import UserGradients
 from daf.torch_compat.modules import Uncopied
 
 
@@ -129,8 +128,7 @@ def make_parts(
         ),
         fixed_policy=fixed,
     )
-    users = UserGradients(model, optimizer)
-    retries = StepRetries(gradient, optimizer, capture, keeper, plan_controller, users)
+    retries = StepRetries(gradient, optimizer, capture, keeper, plan_controller, gradient.users)
     going_back = Rollback(model, optimizer, rollback)
     runner = StepRunner(optimizer, retries, plan_controller, noise, going_back, counters, keeper)
     updates = UsersUpdates(model, runner)

@@ -279,10 +279,8 @@ class PlanController(Resumable):
             self.step_profiles.prove_cut(context, self.budget_bytes)
 
     def _renewed(self, context: StepContext, plan: Plan) -> Plan:
-        """Return the plan once the cut was proven again, in each step that doubles those cut.
-
-        Weights move, a term that was flat or 0 begins to act, examples that were alike differ.
-        """
+        """Return the plan once the cut was proven again, in each step that doubles those cut."""
+        # Weights move, a term that was flat or 0 begins to act, examples that were alike differ.
         known = context.choice
         if not known.functions or known.refusal or plan.micro_batch >= context.info.examples:
             return plan

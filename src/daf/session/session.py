@@ -193,10 +193,8 @@ class Session(SessionReadings):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Wait for other threads' sessions; leave PyTorch's modes as found, if interrupted too.
-
-        Raises ClosedSessionError if the session was closed.
-        """
+        """Wait for other threads' sessions; leave PyTorch's modes as found, if interrupted too."""
+        # Raises ClosedSessionError if the session was closed.
         with owners.turn, modes_restored():
             self._refuse_if_closed()
             try:

@@ -159,10 +159,8 @@ class ProfileGrowth:
 
 
 def _own(profiled: Callable[..., Profile], ways: tuple[bool, ...]) -> Profile:
-    """Return the profile of PyTorch's own operators, or of fused ones where only these fit.
-
-    Where neither do, the budget is hopeless: the least that would do is found out beyond it.
-    """
+    """Return the profile of PyTorch's own operators, or of fused ones where only these fit."""
+    # Where neither do, the budget is hopeless: the least that would do is found out beyond it.
     for is_fused in ways:
         with suppress(BudgetError):
             return profiled(is_bounded=True, is_fused=is_fused)

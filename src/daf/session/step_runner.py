@@ -34,6 +34,7 @@ from daf.step.user_gradients import UserGradients
 from daf.torch_compat import compiler
 from daf.torch_compat.compiler import eagerly
 from daf.torch_compat.out_of_memory import out_of_memory
+from daf.torch_compat.pytree import tensors_in_batch
 
 _Refusal = TypeVar("_Refusal", bound=Exception)
 # What deferred results may cause: no second derivative, or NaN that native code read unseen.
@@ -81,9 +82,9 @@ class StepRetries:
         self.rehearsal_ms = 0.0
         leaves = self.gradient.release.kept_because == LEFT_TO_USER
         around = Surroundings.of(self.capture.model, context.loss_fn)
-        others = around.parameters_elsewhere()
-        set_aside = self.users.set_aside(around.parameters, others, leaves_to_user=leaves)
-        with set_aside as self.gradient.adds_to_users:
+        given = [e for e in tensors_in_batch(context.batch) if e.requires_grad and e.is_leaf]
+        others = [*around.parameters_elsewhere(), *given]
+        with self.users.set_aside(around.parameters, others, leaves_to_user=leaves):
             snapshot = StepSnapshot(around)
             del around  # what the step replaces is freed as without this
             return self._run(context, plan, snapshot)

@@ -132,11 +132,9 @@ def _in_parts(model: nn.Module, batch: Any, fn: LossFunction, way: _Way) -> Any:
 
 
 def _joined(results: list[tuple[Any, int]]) -> Any:
-    """Return the whole's result from each part's, which has so many examples.
-
-    A scalar is a mean, two scalars are (sum, weight), other tensors have a row for each example;
-    raises SplitError for anything else.
-    """
+    """Return the whole's result from each part's, which has so many examples."""
+    # A scalar is a mean, two scalars are (sum, weight), other tensors have a row for each example;
+    # raises SplitError for anything else.
     first = results[0][0]
     if _is_scalar(first):
         examples = sum(size for _, size in results)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +22,6 @@ from daf.core.policy import Policy
 from daf.core.replaced import replaced
 from daf.kernels.devices import is_processor
 from daf.memory.keeper import Keeper
-from daf.recompute.python_state import Surroundings
 from daf.step.context import StepContext
 from daf.step.dry_run import dry_run
 from daf.step.gradient_release import LEFT_TO_USER, GradientRelease
@@ -34,6 +34,7 @@ from daf.step.loss_weights import (
 )
 from daf.step.microbatch import WeightedLoss, read_loss, scale_gradients
 from daf.step.state_snapshot import StepSnapshot
+from daf.step.user_gradients import UserGradients
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler import eagerly
 from daf.torch_compat.modules import OwnHook
@@ -106,9 +107,9 @@ class GradientStep:
     release: GradientRelease
     keeper: Keeper
     is_dry_run: bool = False
-    adds_to_users: bool = False  # gradients that the user accumulated wait for this step's
 
     def __post_init__(self) -> None:
+        self.users = UserGradients(self.model, self.optimizer)
         self._on_commit: Callable[[], None] = lambda: None
         self._knows_fusions = False
         self._known_passes = KnownPasses(self.capture)
@@ -141,7 +142,7 @@ class GradientStep:
             raise SplitError("a hook acts on its gradients, and would do so for each part")
         self._dry_run_once(context, plan.policy)
         is_held = planned and not plan.release_gradients
-        self.release.begin(len(parts), held_by_plan=is_held, adds_to_users=self.adds_to_users)
+        self.release.begin(len(parts), held_by_plan=is_held, adds_to_users=self.users.are_waiting)
         weights = None
         if len(parts) > 1:
             weights = PartWeights(context.choice.weighing, parameter_names(self.model))
@@ -154,6 +155,8 @@ class GradientStep:
                 losses.add(part, loss, scale)
                 if reads_first:
                     losses.read()
+                if (weights and loss.is_sum) or not context.index & (context.index - 1):
+                    self.users.others.set_aside(loss.total)  # what begins later is found soon
                 self._backward(loss, context.info.examples, is_whole=weights is None)
                 del loss
         losses.read()
@@ -164,8 +167,10 @@ class GradientStep:
         if math.isnan(losses.mean) and not losses.is_scaled:
             self._refuse_nonfinite(context, snapshot, weights, context.batch, losses.mean)
         if losses.is_sum and weights is not None:
-            others = Surroundings.of(self.model, context.loss_fn).parameters_elsewhere()
-            scale_gradients([*self.model.parameters(), *others], 1.0 / losses.weight)
+            updated = (each for group in self.optimizer.param_groups for each in group["params"])
+            others = (leaf for leaf, _ in self.users.others.taken())
+            own = chain(self.model.parameters(), updated)
+            scale_gradients(chain(own, others), 1.0 / losses.weight)
         return losses.mean
 
     def rehearse(
@@ -211,10 +216,8 @@ class GradientStep:
         micro_index: int,
         weights: PartWeights | None,
     ) -> tuple[WeightedLoss, Tensor | None]:
-        """Return the loss of a part and the factor by which it was scaled.
-
-        It is weighed as ``weights`` says; None: the whole batch is one part.
-        """
+        """Return the loss of a part and the factor by which it was scaled."""
+        # It is weighed as ``weights`` says; None: the whole batch is one part.
         is_whole = weights is None
         examples = context.info.examples if is_whole else context.choice.cut.size(part)
         policy = plan.policy.of_piece(examples, plan.micro_batch)

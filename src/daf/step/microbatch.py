@@ -1,7 +1,7 @@
 """The losses of micro-batches, and how their gradients join; batches cut without a proof."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import signature
 from types import FunctionType
 from typing import Any
@@ -114,9 +114,9 @@ def _weight_beside(total: Any, weight: Any) -> float | Tensor | None:
         return None
 
 
-def scale_gradients(parameters: list[nn.Parameter], factor: float) -> None:
+def scale_gradients(leaves: Iterable[Tensor], factor: float) -> None:
     """Multiply every gradient that exists by ``factor``, in place."""
     with torch.no_grad():
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        for leaf in {*leaves}:
+            if leaf.grad is not None:
+                leaf.grad.mul_(factor)

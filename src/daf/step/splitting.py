@@ -147,10 +147,8 @@ def _own_version() -> str:
 
 
 def _called_by(function: Any) -> Iterator[CodeType | type]:
-    """Yield the code of a function and of those that it calls; of other callables, their class.
-
-    Those are what it wraps or closes over, and functions of its own module by their names.
-    """
+    """Yield the code of a function and of those that it calls; of other callables, their class."""
+    # Those are what it wraps or closes over, and functions of its own module by their names.
     waiting, seen = [function], set[int]()
     while waiting:
         each = waiting.pop()

@@ -9,12 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from daf.core.errors import CommittedStepError
+from daf.core.replaced import replaced
 from daf.memory.process_memory import CPU
 from daf.recompute.python_state import PythonState, Surroundings, is_other_value
 from daf.recompute.random_state import Generators
+from daf.step.other_leaves import OtherLeaves
 from daf.torch_compat.autograd_graph import (
     is_strided,
     storage_address,
@@ -40,7 +43,7 @@ class StateSnapshot:
     _generators: ClassVar = Generators()  # NumPy's state is read again only where it changed
 
     def __init__(self, around: Surroundings, *, holds_tensors: bool = True) -> None:
-        self._model = around.model
+        self._model, self.others = around.model, OtherLeaves()
         gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
         self._random = self._generators.state(torch.device("cuda", gpu) for gpu in range(gpus))
         self._elsewhere = around.state_elsewhere(holds_tensors=holds_tensors)
@@ -163,13 +166,13 @@ def preserved_state(
 ) -> Iterator[StateSnapshot]:
     """Restore a ``StateSnapshot``, and parameters that forward wrote, at the end; after errors too.
 
-    ``gradients``: set gradients aside as well, those of other models that ``loss_fn`` names, too;
-    the body finds none, and its own are dropped. Hooks on gradients that have been accumulated do
+    ``gradients``: set gradients aside as well, with those of ``others`` once the body tells them a
+    loss; it finds none, and its own are dropped. Hooks on gradients that have been accumulated do
     not run inside: they may update parameters.
     """
     snapshot = StateSnapshot(around := Surroundings.of(model, loss_fn))
-    trained = [*around.parameters, *around.parameters_elsewhere()] if gradients else []
-    kept = [(each, each.grad) for each in trained]
+    kept = [(each, each.grad) for each in around.parameters if gradients and each.is_leaf]
+    snapshot.others = OtherLeaves(around.parameters, around.parameters_elsewhere() * gradients)
     for parameter, _ in kept:
         parameter.grad = None
     writes = ParameterWrites(model)
@@ -178,13 +181,14 @@ def preserved_state(
     for each in hooks:
         each.clear()
     try:
-        with writes:
+        with writes, replaced(parametrize, _cache_enabled=0):  # each pass has a graph of its own
             yield snapshot
     finally:
         for each, found in zip(hooks, paused, strict=True):
             each.update(found)
         snapshot.restore()
         writes.restore()
+        snapshot.others.put_back()
         for parameter, gradient in kept:
             parameter.grad = gradient
 

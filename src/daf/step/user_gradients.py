@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from daf.core.errors import AccumulatedGradientError
 from daf.saved_tensors.ledger import gradient_bytes
+from daf.step.other_leaves import OtherLeaves
 from daf.torch_compat.modules import parameters_of
 
 
@@ -18,15 +19,15 @@ class UserGradients:
     """Tells the gradients that a step left in its parameters from those of the user.
 
     As in plain PyTorch a step adds to gradients that it finds; a session clears only those of
-    sessions, its own or one before it over the same model. ``elsewhere``: other models' parameters
-    that the loss function names (a discriminator's, say), whose gradients are the user's.
+    sessions, its own or one before it over the same model. ``others``: what else the step's losses
+    lead to (a discriminator's parameters, say), whose gradients are the user's.
     """
 
     _left: ClassVar[dict[int, tuple[weakref.ref[Tensor], int]]] = {}
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-        self.elsewhere: list[nn.Parameter] = []
+        self._model, self._optimizer, self.are_waiting = model, optimizer, False
+        self.others, self._met = OtherLeaves(), list[weakref.ref[Tensor]]()
         self._noted: list[Tensor] = []
 
     def nbytes(self) -> int:
@@ -35,44 +36,46 @@ class UserGradients:
 
     @contextmanager
     def set_aside(
-        self, parameters: list[nn.Parameter], elsewhere: list[nn.Parameter], *, leaves_to_user: bool
-    ) -> Iterator[bool]:
+        self, parameters: list[nn.Parameter], named: list[Tensor], *, leaves_to_user: bool
+    ) -> Iterator[None]:
         """Clear the gradients of the step before; add the user's after the body, or restore them.
 
-        Yields True if there are any of the user's. ``leaves_to_user``: what the body adds is theirs
-        from then on. AccumulatedGradientError: the user has added to what the step before left.
+        ``named``: leaves that may get gradients, too. ``leaves_to_user``: what the body adds is the
+        user's from then on; AccumulatedGradientError if they added to what the step before left.
         """
-        self.elsewhere = elsewhere
         found = self._with_gradients(parameters)
         users = {each: grad for each, grad in found if self._is_users(grad)}
-        has_own = bool(users)
-        users |= {each: each.grad for each in self.elsewhere if each.grad is not None}
-        # Those that another session's step left are cleared by its next one, with what is added.
-        others = {each for each in elsewhere if each in users and self._is_left(users[each])}
-        cleared = [*self.elsewhere, *(each for each, _ in found)]
+        met = (leaf for each in self._met if (leaf := each()) is not None)  # by steps before
+        self.are_waiting = bool(users)
+        others = self.others = OtherLeaves(self._own(parameters), chain(named, met))
+        cleared = [each for each, _ in found]
         del found  # this frame lives as long as the step: it would hold the step before's gradients
         for parameter in cleared:
             parameter.grad = None
         try:
-            yield has_own
+            yield
             with torch.no_grad():
-                for parameter, grad in users.items():
-                    own = None if parameter in others else parameter.grad
-                    parameter.grad = grad if own is None else grad.add_(own)
+                for parameter, grad in chain(users.items(), others.taken()):
+                    if grad is not None:
+                        # What another session's step left is cleared by its next one, with this.
+                        own = None if self._is_left(grad) else parameter.grad
+                        parameter.grad = grad if own is None else grad.add_(own)
             if not leaves_to_user:
                 self.note_left()  # an interrupt may come before the update
         except BaseException:
             self.clear()
+            others.put_back()
             for parameter, grad in users.items():
                 parameter.grad = grad
             raise
         finally:
-            self.elsewhere = []
+            self._met = [each for each in (*self._met, *others.met) if each() is not None]
+            self.others = OtherLeaves()
 
     def clear(self) -> None:
-        """Leave nothing that a step may have added, those of ``elsewhere`` included."""
-        own = (parameter for parameter, _ in self._with_gradients())
-        for parameter in chain(own, self.elsewhere):
+        """Leave nothing that a step may have added, to ``others`` neither."""
+        self.others.put_back(had=False)
+        for parameter, _ in self._with_gradients():
             parameter.grad = None
 
     def note_left(self) -> None:
@@ -93,10 +96,12 @@ class UserGradients:
         self, parameters: list[nn.Parameter] | None = None
     ) -> list[tuple[Tensor, Tensor]]:
         """Return what has gradients; ``parameters``: the model's, if known."""
+        return [(e, grad) for e in self._own(parameters) if (grad := e.grad) is not None]
+
+    def _own(self, parameters: list[nn.Parameter] | None = None) -> list[Tensor]:
         own = parameters_of(self._model) if parameters is None else parameters
         groups = self._optimizer.param_groups
-        distinct = {id(e): e for e in chain(own, *(group["params"] for group in groups))}
-        return [(e, grad) for e in distinct.values() if (grad := e.grad) is not None]
+        return [*{id(e): e for e in chain(own, *(group["params"] for group in groups))}.values()]
 
     def _is_left(self, grad: Tensor) -> bool:
         reference, _ = self._left.get(id(grad), (lambda: None, 0))

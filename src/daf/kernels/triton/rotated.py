@@ -48,10 +48,8 @@ def _is_ordinary(energy):
 
 @triton.jit
 def _centre_any(values, valid, real_count, BLOCKS: constexpr):
-    """Do the same, prescaled if the energy asks for it.
-
-    Also return the prescale's inverse, whether all are finite, and that these blocks are coded.
-    """
+    """Do the same, prescaled if the energy asks for it."""
+    # Also return the prescale's inverse, whether all are finite, and that these blocks are coded.
     one = real_count * 0.0 + 1.0
     _, _, energy, _ = _centre(values, valid, real_count, one, one, BLOCKS)
     ordinary = _is_ordinary(energy)
@@ -64,10 +62,8 @@ def _centre_any(values, valid, real_count, BLOCKS: constexpr):
 
 @triton.jit
 def _centre_usual(values, real_count, BLOCKS: constexpr):
-    """Do the same for whole blocks of an ordinary energy that are not peaked; lastly, which are.
-
-    Their elements are finite: the energy would not be.
-    """
+    """Do the same for whole blocks of an ordinary energy that are not peaked; lastly, which are."""
+    # Their elements are finite: the energy would not be.
     mean = device.nearest_bfloat16(device.tree_sum(values, BLOCKS) * _PART)
     centred = values - device.widen_bfloat16(mean)[:, None]
     energy, peaked = _spread(centred, BLOCKS)
@@ -127,10 +123,8 @@ def _choose8(table, bit2, bit1, bit0, FIRST: constexpr, STEP: constexpr):
 
 @triton.jit
 def _find_cells(rotated, table, BITS: constexpr):
-    """Return each number's code, its most significant bit at weight 8, and its level's product.
-
-    Cells lie symmetrically, so magnitudes decide; of negative numbers, lower bits are inverted.
-    """
+    """Return each number's code, its most significant bit at weight 8, and its level's product."""
+    # Cells lie symmetrically, so magnitudes decide; of negative numbers, lower bits are inverted.
     size = tl.abs(rotated)
     cell = tl.zeros(size.shape, tl.int32)
     if BITS == 1:

@@ -145,10 +145,8 @@ class ChunkedAttention(torch.autograd.Function):
 def _composite_bytes(
     query: Tensor, key: Tensor, kept: Tensor, needs: Sequence[bool]
 ) -> tuple[int | None, ...]:
-    """Return the bytes that PyTorch's composite would make and save in place of each save.
-
-    Scaled q and k; v itself; weights before dropout, its noise, and weights after dropout.
-    """
+    """Return the bytes that PyTorch's composite would make and save in place of each save."""
+    # Scaled q and k; v itself; weights before dropout, its noise, and weights after dropout.
     has_scores, element = needs[0] or needs[1], query.element_size()
     weights = element * kept.numel() * (2 * has_scores + needs[2])
     scaled_q, scaled_k = needs[1] * query.nbytes, needs[0] * key.nbytes

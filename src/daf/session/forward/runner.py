@@ -207,7 +207,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     found = max(living, key=living.__getitem__, default=None)
     if found is not None and living[found]:
         return found
-    trained = [each for each in model.parameters() if each.requires_grad]
+    trained = [each for each in model.parameters() if each.requires_grad and each.is_leaf]
     return torch.optim.SGD(trained or [torch.zeros(1)], lr=0.0)
 
 
