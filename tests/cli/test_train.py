@@ -572,6 +572,16 @@ class Uncounted(Data):
         return Learning(64, 4)
 
 
+class InTensors(Data):
+    def make_task(self, goal, model, **options):
+        return Half(64, 4)
+
+
+class Unweighed(Data):
+    def make_task(self, goal, model, **options):
+        return Alone(64, 4)
+
+
 class Learning(Task):
     metric_name = "nothing"
 
@@ -586,6 +596,16 @@ class Learning(Task):
 
     def score(self, model, batch):
         return 0.0, 0.0
+
+
+class Half(Learning):
+    def score(self, model, batch):
+        return torch.tensor(0.5 * len(batch[0])), torch.tensor(len(batch[0]))
+
+
+class Alone(Learning):
+    def score(self, model, batch):
+        return torch.tensor(0.5)
 """
 
 
@@ -600,6 +620,18 @@ def test_data_of_which_no_test_example_counts_train_without_a_metric(
     assert ran.json["metric"] is None
     assert ran.json["steps"] == 2
     assert Path("run/model.safetensors").exists()
+
+
+def test_scores_may_be_tensors_and_must_be_two(daf: Daf, workplace: Path) -> None:
+    (workplace / "bare.py").write_text(WITHOUT_TESTS)
+    asked = ("train", "bare:model", "bare:InTensors", "--batch-size", "32", "--budget", "none")
+    ran = daf(*asked, "--out", "tensors", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["metric"] == 0.5
+    refused = daf(*asked[:2], "bare:Unweighed", *asked[3:], "--out", "alone")
+    assert refused.code == 2
+    assert "asked Task.score for" in refused.err
+    assert "return two numbers" in refused.err
 
 
 @pytest.mark.parametrize("option", ["policy", "tolerance"])

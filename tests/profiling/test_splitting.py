@@ -591,6 +591,24 @@ def test_a_terse_proof_judges_every_case_as_the_plain_one(name: str) -> None:
         assert plain == terse or is_found
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 5)
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        return self.head(self.cell(sequences)[0][:, -1])
+
+
+def test_a_terse_proof_codes_a_batch_that_only_the_whole_copies() -> None:
+    """One sequence transposed lies as before; of two an operator makes a copy, and saves that."""
+    batch = torch.randn(2, 7, 6), torch.randint(0, 5, (2,))
+    (cut, *_) = possible_cuts(batch)
+    for is_terse in (False, True):
+        proof = SplitProof(Recurrent(), mean, statistics=True, is_terse=is_terse)
+        assert proof.run(batch, cut, 2)[1] == ""
+
+
 @pytest.mark.parametrize("name", [*ADD_UP, *DO_NOT])
 def test_sketches_of_gradients_judge_every_case_as_the_gradients_do(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,6 @@ from daf.step.state_snapshot import ParameterWrites, StateSnapshot
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.compiler import eagerly
 from daf.torch_compat.modules import AnyBatchNorm
-from daf.torch_compat.pytree import tensors_inside
 
 _Mode = AbstractContextManager[object]
 
@@ -213,16 +212,16 @@ class SplitProof:
     ) -> tuple[WeightedLoss, LossWeights]:
         names = parameter_names(self._model)
         weights = LossWeights(examples, disturbed=disturbed, names=names)
-        with weights as operators, self._saves(batch):
+        with weights as operators, self._saves():
             result = self._loss_fn(self._model, batch)
             loss = read_loss(result, examples)
         operators.leave_out_beside(result)
         self.functions |= operators.functions
         return loss, operators
 
-    def _saves(self, batch: Any) -> AbstractContextManager[None]:
+    def _saves(self) -> AbstractContextManager[None]:
         model = self._model
-        stays = chain(model.parameters(), model.buffers(), tensors_inside(batch))
+        stays = chain(model.parameters(), model.buffers())  # not the batch, which may be copied
         return terse_saves(stays) if self.is_terse else nullcontext()
 
     @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from daf.core.errors import NonFiniteLossError, PlatformError, RunFolderError
+from daf.core.errors import DataError, NonFiniteLossError, PlatformError, RunFolderError
 from daf.core.step_report import StepReport
 from daf.core.units import format_bytes
 from daf.files.records import Extent, GrowingFile, extent_of, read_lines, write_json
@@ -290,10 +290,17 @@ class _Run:
             for indices in self.job.test_indices(max(1, batch_size // 2)):
                 if self.watch.requested:
                     return None
-                added, added_weight = self.job.session.evaluate(
+                found = self.job.session.evaluate(
                     torch.from_numpy(indices),
                     lambda model, part: task.score(model, self.job.test_batch(part.numpy())),
                 )
+                try:
+                    added, added_weight = map(float, found)
+                except (TypeError, ValueError, RuntimeError) as error:
+                    raise DataError(
+                        "asked Task.score for the sum of test examples' scores and their weight; "
+                        f"found a {type(found).__name__}; return two numbers"
+                    ) from error
                 total, weight = total + added, weight + added_weight
         finally:
             self.job.model.train()
