@@ -560,6 +560,10 @@ def model(classes):
     return nn.Linear(8, classes)
 
 
+def lazy(classes):
+    return nn.LazyLinear(classes)
+
+
 class Data:
     name, goals, facts = "bare", (Goal.CLASSIFY,), {"classes": 4}
 
@@ -580,6 +584,11 @@ class InTensors(Data):
 class Unweighed(Data):
     def make_task(self, goal, model, **options):
         return Alone(64, 4)
+
+
+class Mapped(Data):
+    def make_task(self, goal, model, **options):
+        return OfMappings(64, 4)
 
 
 class Learning(Task):
@@ -603,6 +612,15 @@ class Half(Learning):
         return torch.tensor(0.5 * len(batch[0])), torch.tensor(len(batch[0]))
 
 
+class OfMappings(Learning):
+    def train_batch(self, indices, generator):
+        inputs, labels = super().train_batch(indices, generator)
+        return {"inputs": inputs, "names": ["one"], "labels": labels}
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch["inputs"]), batch["labels"])
+
+
 class Alone(Learning):
     def score(self, model, batch):
         return torch.tensor(0.5)
@@ -620,6 +638,17 @@ def test_data_of_which_no_test_example_counts_train_without_a_metric(
     assert ran.json["metric"] is None
     assert ran.json["steps"] == 2
     assert Path("run/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("model", "data"), [("lazy", "Data"), ("model", "Mapped")])
+def test_models_may_be_built_later_and_batches_be_any_nest(
+    daf: Daf, workplace: Path, model: str, data: str
+) -> None:
+    (workplace / "bare.py").write_text(WITHOUT_TESTS)
+    asked = ("train", f"bare:{model}", f"bare:{data}", "--batch-size", "32", "--budget", "1GB")
+    ran = daf(*asked, "--out", "run", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["steps"] == 2
 
 
 def test_scores_may_be_tensors_and_must_be_two(daf: Daf, workplace: Path) -> None:

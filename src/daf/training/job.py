@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from daf.core.errors import OptionError, PlatformError, UnknownNameError
 from daf.memory import process_memory
@@ -20,6 +21,7 @@ from daf.memory.domain import memory_on
 from daf.pool.store import PoolOptions
 from daf.session.session import Session
 from daf.torch_compat import compiler
+from daf.torch_compat.pytree import map_nest
 from daf.training.data import load_data
 from daf.training.low_rank import load_peft, with_low_rank
 from daf.training.models import find_model
@@ -60,7 +62,8 @@ class TrainingJob:
         return self._there(self.task.test_batch(indices))
 
     def _there(self, batch: Batch) -> Batch:
-        return tuple(each.to(self.device) for each in batch)
+        there: Batch = map_nest(Tensor, lambda each: each.to(self.device), batch)
+        return there
 
     def test_indices(self, size: int) -> Iterator[Indices]:
         """Yield all test examples in order, ``size`` at a time."""
@@ -112,7 +115,8 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
         model = with_low_rank(model, settings.lora)
     channels_last = settings.memory_format == "channels_last" and goal.reads_images
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    model.to(memory_format=memory_format)  # type: ignore[call-overload]
+    if not any(map(is_lazy, model.parameters())):  # which have no format yet
+        model.to(memory_format=memory_format)  # type: ignore[call-overload]
     task = data.make_task(goal, model, memory_format=memory_format, augment=settings.augment)
     model.to(device)
     compiler.keep_out()
