@@ -13,7 +13,8 @@ _WORDS = json.loads(Path(__file__).with_name("treatments.json").read_text("utf-8
 COLOURS: dict[Method, tuple[str, str, str]] = {  # (name, on light, on dark), as in the legend
     Method(key): (of["name"], of["light"], of["dark"]) for key, of in _WORDS["methods"].items()
 }
-STYLES: dict[str, tuple[str, str]] = _WORDS["styles"]  # of data outside the plan: (light, dark)
+# Of data outside the plan: (light, dark).
+STYLES: dict[str, tuple[str, str]] = {name: (*shades,) for name, shades in _WORDS["styles"].items()}
 
 
 @dataclass(frozen=True, slots=True)
